@@ -1,0 +1,1 @@
+"""Infinity: train PyTorch models bigger than GPU and CPU memory together."""

@@ -1,0 +1,1 @@
+"""Bytes: swap files, I/O backends, pinned pools and budgets. Knows nothing of modules."""
