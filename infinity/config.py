@@ -1,0 +1,304 @@
+"""Settings of a run: strict, frozen models that refuse what they do not know.
+
+Every mistake becomes one `ConfigError` that lists all fields at fault, their values and what is allowed.
+A budget of `None` means "what is available"; the engine derives it when it looks at the machine.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from infinity.errors import ConfigError
+from infinity.sizes import MIB, Nbytes, NbytesOrZero, format_nbytes
+
+_SIZES = {"budget", "chunk", "resident_threshold", "block_nbytes", "h2d_bytes_per_s", "d2h_bytes_per_s"}
+_PAGE_NBYTES = 4096  # swap files are read and written in pages; `storage` is not imported for one number
+
+
+class Precision(StrEnum):
+    """How parameters are stored and updated."""
+
+    FP32 = "fp32"  # fp32 parameters and moments: the parity mode
+    BF16 = "bf16"  # bf16 parameters, fp32 master split in two 16-bit halves, fp32 moments
+
+
+class Schedule(StrEnum):
+    """When each unit is updated; every schedule gives the same bits."""
+
+    AUTO = "auto"
+    SYNCHRONOUS = "synchronous"  # all units in step()
+    OVERLAPPED = "overlapped"  # as soon as the gradient is complete, while backward goes on
+
+
+class DeviceKind(StrEnum):
+    """Where the model computes."""
+
+    AUTO = "auto"  # CUDA where there is one, else the CPU
+    CPU = "cpu"
+    CUDA = "cuda"
+    FAKE = "fake"  # device memory is a file; computes on the CPU
+
+
+class IoEngine(StrEnum):
+    """How swap files are read and written."""
+
+    AUTO = "auto"  # direct where the directory can do it
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+
+
+_E = TypeVar("_E", bound=StrEnum)
+
+
+def _choice(kind: type[_E], later: tuple[str, ...] = ()) -> Callable[[object], _E]:
+    """Validator for a member of `kind` or its exact text; names in `later` are known but not supported yet."""
+    names = [member.value for member in kind]
+    allowed = ", ".join(map(repr, names))
+
+    def validate(value: object) -> _E:
+        if isinstance(value, str):
+            if value in later:
+                raise ValueError(f"not supported yet; allowed today: {allowed}")
+            if value in names:
+                return kind(value)
+            if near := get_close_matches(value, names, n=1):
+                raise ValueError(f"did you mean {near[0]!r}? allowed: {allowed}")
+        raise ValueError(f"allowed: {allowed}")
+
+    return validate
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | Path) and value != ""
+
+
+def _paths(value: object) -> object:
+    """One path or a list of paths, as a tuple of distinct `Path`s; `None` stays."""
+    if value is None:
+        return None
+    items = [value] if isinstance(value, str | Path) else value
+    if not isinstance(items, list | tuple) or not items or not all(_is_path(i) for i in items):
+        raise ValueError("allowed: a directory or a list of at least one, or leave it out for a temporary directory")
+    paths = tuple(Path(item) for item in items)
+    if len(set(paths)) < len(paths):
+        raise ValueError("a directory is listed twice; allowed: distinct directories, one per drive")
+    return paths
+
+
+def _unit_classes(value: object) -> object:
+    """Module classes or their names, as a tuple; one alone is taken as a list of one."""
+    items = [value] if isinstance(value, str | type) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str | type) and i != "" for i in items):
+        raise ValueError('allowed: module classes or their names, such as ["LlamaDecoderLayer"]')
+    return tuple(items)
+
+
+def _stage(value: object) -> object:
+    if type(value) is not int or value not in (1, 2, 3):  # True and 1.0 equal 1
+        raise ValueError("allowed: 1, 2, 3")
+    return value
+
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+
+
+class _Section(BaseModel):
+    """Common behaviour: frozen, nothing unknown, nothing coerced, errors as `ConfigError`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from None
+
+    # Marks __init__ as one that pydantic may bypass for nested sections: errors then keep their full path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ConfigError(f"{name} = {value!r}: settings are frozen; make a copy with .with_({name}=...)")
+
+    def with_(self, **changes: Any) -> Self:
+        """A copy with `changes`, validated as a whole; a mapping for a nested section changes only the fields in it.
+
+        Raises ConfigError like the constructor.
+        """
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        for name, change in changes.items():
+            present = getattr(self, name, None)
+            if isinstance(present, _Section) and isinstance(change, Mapping):
+                nested = {inner: getattr(present, inner) for inner in present.model_fields_set}
+                given[name] = nested | dict(change)
+            else:
+                given[name] = change
+        return type(self)(**given)
+
+
+class DeviceConfig(_Section):
+    """The compute device. `path`, the bandwidths (bytes per second) and `latency_s` belong to `kind="fake"` only."""
+
+    kind: Annotated[DeviceKind, BeforeValidator(_choice(DeviceKind))] = DeviceKind.AUTO
+    budget: Nbytes | None = None
+    path: Annotated[Path | None, BeforeValidator(lambda v: Path(v) if isinstance(v, str) else v)] = None
+    h2d_bytes_per_s: Nbytes | None = None
+    d2h_bytes_per_s: Nbytes | None = None
+    latency_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+
+    if TYPE_CHECKING:  # any text or number a validator takes may be passed, not only the field's own type
+
+        def __init__(self, **data: Any) -> None: ...
+
+    @model_validator(mode="after")
+    def _only_the_fake_is_modelled(self) -> Self:
+        modelled = ("path", "h2d_bytes_per_s", "d2h_bytes_per_s", "latency_s")
+        given = [name for name in modelled if getattr(self, name) is not None]
+        if given and self.kind is not DeviceKind.FAKE:
+            kind = self.kind.value
+            raise ValueError(f"{', '.join(given)} would have no effect with kind={kind!r}; allowed: kind='fake'")
+        return self
+
+
+class HostConfig(_Section):
+    """Host memory for shards in transit or resident there; `pin=None` pins where a CUDA device gains by it."""
+
+    budget: Nbytes | None = None
+    pin: StrictBool | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None: ...
+
+
+class NvmeConfig(_Section):
+    """Swap files: one directory per drive (`None`: a temporary one), and how they are read and written."""
+
+    paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_paths)] = None
+    budget: Nbytes | None = None
+    engine: Annotated[IoEngine, BeforeValidator(_choice(IoEngine))] = IoEngine.AUTO
+    threads: Count = 4
+    block_nbytes: Nbytes = MIB
+    io_timeout_s: Seconds = 60.0
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None: ...
+
+    @model_validator(mode="after")
+    def _whole_pages(self) -> Self:
+        if self.block_nbytes % _PAGE_NBYTES:
+            raise ValueError(f"block_nbytes = {self.block_nbytes}: allowed: multiples of {_PAGE_NBYTES}")
+        return self
+
+
+class Config(_Section):
+    """All settings of a run. Sections take an instance or a mapping; sizes take bytes or text such as "20GiB".
+
+    `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
+    repeated blocks and smaller than `resident_threshold` stay on the device. `unit_classes` names the modules whose
+    parameters are gathered together (empty: the outermost repeated blocks are found automatically).
+    Raises ConfigError for anything unknown, of the wrong kind or contradictory.
+    """
+
+    precision: Annotated[Precision, BeforeValidator(_choice(Precision, later=("fp16",)))] = Precision.BF16
+    device: DeviceConfig = Field(default_factory=DeviceConfig)
+    host: HostConfig = Field(default_factory=HostConfig)
+    nvme: NvmeConfig = Field(default_factory=NvmeConfig)
+    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)] = 3
+    schedule: Annotated[Schedule, BeforeValidator(_choice(Schedule, later=("deferred",)))] = Schedule.AUTO
+    chunk: Nbytes | None = None
+    resident_threshold: NbytesOrZero = MIB
+    unit_classes: Annotated[tuple[str | type, ...], BeforeValidator(_unit_classes)] = ()
+    optimizer_threads: Count | None = None
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None: ...
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The settings in a `.toml` or `.json` file; ConfigError names the file and the key."""
+        path = Path(path)
+        settings = _read(path)
+        try:
+            return cls(**settings)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    def describe(self) -> str:
+        """One line per setting, `name = value`, sizes readable, what was not given marked as the default."""
+        return "\n".join(_lines(self, prefix=""))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    readers = {".toml": tomllib.loads, ".json": json.loads}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: cannot tell what kind of file this is; allowed: .toml, .json")
+    try:
+        settings = reader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # both decoders and the text encoding report this way, with line and column
+        raise ConfigError(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: the file holds {type(settings).__name__}; allowed: an object of settings")
+    return settings
+
+
+def _lines(section: _Section, prefix: str) -> list[str]:
+    lines = []
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, _Section):
+            lines += _lines(value, f"{prefix}{name}.")
+            continue
+        note = "" if name in section.model_fields_set else "  (default)"
+        lines.append(f"{prefix}{name} = {_shown(name, value)}{note}")
+    return lines
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, int) and name in _SIZES:
+        return format_nbytes(value) + ("/s" if name.endswith("_per_s") else "")
+    if isinstance(value, tuple):
+        return ", ".join(item.__qualname__ if isinstance(item, type) else str(item) for item in value) or "none"
+    return "unset" if value is None else str(value)
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> str:
+    lines = [_explain_one(model, details) for details in error.errors(include_url=False)]
+    if len(lines) == 1:
+        return lines[0]
+    return f"{len(lines)} settings are wrong:" + "".join(f"\n  {line}" for line in lines)
+
+
+def _explain_one(model: type[BaseModel], details: ErrorDetails) -> str:
+    where, value = details["loc"], details["input"]
+    name = ".".join(str(part) for part in where)
+    if details["type"] == "extra_forbidden":
+        return f"{name} = {value!r}: unknown setting; {_nearest(model, where)}"
+    cause = details.get("ctx", {}).get("error")
+    reason = str(cause) if cause is not None else details["msg"]
+    if isinstance(value, Mapping | BaseModel):  # a check over several fields names them itself
+        return f"{name}: {reason}" if name else reason
+    return f"{name} = {value!r}: {reason}"
+
+
+def _nearest(model: type[BaseModel], where: tuple[int | str, ...]) -> str:
+    owner = model
+    for part in where[:-1]:
+        annotation = owner.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            owner = annotation
+    names = list(owner.model_fields)
+    near = get_close_matches(str(where[-1]), names, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"allowed: {', '.join(names)}"
