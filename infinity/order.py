@@ -1,0 +1,173 @@
+"""The order in which units are used: predicted, recorded, re-learned. Pure; the training thread is the one writer.
+
+[Note: prediction, never assumption]
+Before anything was seen, a forward is expected in module order and a backward in reverse. Every iteration is recorded,
+and one that went differently is the prediction for the next. Within an iteration that diverges the position is found
+again from, in this order:
+
+1. another iteration seen before that began exactly like this one (alternating branches);
+2. the place that a jump left, when the jump turns out to have been a single inserted access;
+3. the nearest later place where the access is expected (something was skipped);
+4. else it stays where it is (something was inserted).
+
+A wrong prediction costs its user one demand read. Nothing here raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+_MAX_KNOWN = 4  # iterations remembered per mode: enough for loops that alternate, few enough to search at a divergence
+
+
+class Phase(Enum):
+    """Which half of an iteration uses the unit."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Mode(Enum):
+    """What an outermost forward is for; each mode has its own prediction."""
+
+    TRAIN = "train"
+    EVAL = "eval"  # no backward follows
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of a unit."""
+
+    phase: Phase
+    unit: int
+
+
+Trace = tuple[Access, ...]
+
+
+class AccessOrder:
+    """Predicts which unit is used next, from what the iterations before did.
+
+    Args:
+        n_units_in_module_order: the numbers of the units, in module order.
+    """
+
+    def __init__(self, n_units_in_module_order: Sequence[int]) -> None:
+        forward = tuple(Access(Phase.FORWARD, unit) for unit in n_units_in_module_order)
+        backward = tuple(Access(Phase.BACKWARD, unit) for unit in reversed(n_units_in_module_order))
+        self._predictions = {
+            Mode.TRAIN: _Prediction(forward + backward, has_backward=True),
+            Mode.EVAL: _Prediction(forward, has_backward=False),
+        }
+        self._mode = Mode.TRAIN
+        self.hits = 0
+        self.misses = 0
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the iteration under way."""
+        return self._mode
+
+    def begin(self, mode: Mode) -> None:
+        """An outermost forward starts; the iteration of the same mode before it is complete and learned from."""
+        self._mode = mode
+        self._predictions[mode].begin()
+
+    def record(self, access: Access) -> bool:
+        """Note a use; True when it was the predicted one.
+
+        A backward during an evaluation belongs to the training iteration that the evaluation interrupted, which goes
+        on where it was.
+        """
+        if access.phase is Phase.BACKWARD:
+            self._mode = Mode.TRAIN
+        is_hit = self._predictions[self._mode].record(access)
+        self.hits += is_hit
+        self.misses += not is_hit
+        return is_hit
+
+    def upcoming(self) -> tuple[Trace, int]:
+        """The predicted trace and the position in it: next comes `trace[position % len(trace)]`, then on cyclically.
+
+        The position lies between 0 and `len(trace)`. The trace is empty only for a model without units that was never
+        run.
+        """
+        prediction = self._predictions[self._mode]
+        return prediction.trace, prediction.position
+
+
+class _Prediction:
+    """What is expected in one mode, and where in it the iteration under way is."""
+
+    def __init__(self, guess: Trace, *, has_backward: bool) -> None:
+        self.trace = guess
+        self.position = 0
+        self._has_backward = has_backward
+        self._known: list[Trace] = []  # iterations that happened, latest first
+        self._recorded: list[Access] = []
+        self._left: int | None = None  # the position before a jump forward, until the next access confirms the jump
+        self._shortened: Trace = ()  # the last iteration, when it was a strict prefix of the prediction
+
+    def begin(self) -> None:
+        self._learn(tuple(self._recorded))
+        self.position = 0
+        self._left = None
+        self._recorded.clear()
+
+    def record(self, access: Access) -> bool:
+        is_hit = bool(self.trace) and self.trace[self.position % len(self.trace)] == access
+        if is_hit:
+            self.position = self.position % len(self.trace) + 1
+            self._left = None
+        else:
+            self._resync(access)
+        self._recorded.append(access)
+        return is_hit
+
+    def _resync(self, access: Access) -> None:
+        left, self._left = self._left, None
+        if (trace := self._known_beginning((*self._recorded, access))) is not None:
+            self.trace, self.position = trace, len(self._recorded) + 1
+        elif left is not None and self.trace[left] == access:
+            self.position = left + 1
+        elif (found := self._find(access)) is not None:
+            if self.position < len(self.trace):
+                self._left = self.position
+            self.position = found + 1
+
+    def _known_beginning(self, beginning: Trace) -> Trace | None:
+        matches = (trace for trace in self._known if trace[: len(beginning)] == beginning)
+        return next(matches, None)
+
+    def _find(self, access: Access) -> int | None:
+        """The nearest later place of the access; from the start once the whole trace has been used."""
+        start = self.position if self.position < len(self.trace) else 0
+        try:
+            return self.trace.index(access, start)
+        except ValueError:
+            return None
+
+    def _learn(self, iteration: Trace) -> None:
+        """Make a finished iteration the prediction, unless it merely stopped early."""
+        if not iteration:
+            return
+        if self._is_cut_short(iteration):
+            self._shortened = iteration
+            return
+        self._shortened = ()
+        self._known = [iteration, *(trace for trace in self._known if trace != iteration)][:_MAX_KNOWN]
+        self.trace = iteration
+
+    def _is_cut_short(self, iteration: Trace) -> bool:
+        """Whether the iteration is the prediction less its end and need not be how it will go from now on.
+
+        A forward without a backward is one of several forwards before a common backward, however often it happens. An
+        iteration whose backward (or evaluation) ends early may have failed: only the second in a row is believed.
+        """
+        if len(iteration) >= len(self.trace) or self.trace[: len(iteration)] != iteration:
+            return False
+        if self._has_backward and iteration[-1].phase is Phase.FORWARD:
+            return True
+        return iteration != self._shortened
