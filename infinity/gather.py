@@ -1,0 +1,232 @@
+"""Gathering and releasing: making a unit's parameters present on the device, and taking them away.
+
+    RELEASED ──start──▶ UPLOADING ──finish──▶ GATHERED ──(last user gone)──▶ RELEASED
+
+A group is gathered for a set of *users* and freed when the set is empty; that one rule covers tied weights, nested
+units, repeated calls and gather on use. All transitions are idempotent. Used by the training thread (and autograd's
+device thread, which counts as the same: one of them waits while the other runs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
+
+import torch
+
+from infinity.devices.base import Device, DeviceBlock, Fence
+from infinity.errors import DeviceOutOfMemoryError, PlacementError
+from infinity.groups import FlatGroup
+from infinity.io_loop import IoLoop
+from infinity.observe.stalls import StallCause, StallClock
+from infinity.order import Phase
+from infinity.readahead import ReadAhead
+from infinity.residency import CopyState, HostCopy
+
+
+class GatherState(Enum):
+    """Where a group's flat buffer stands."""
+
+    RELEASED = "released"
+    UPLOADING = "uploading"
+    GATHERED = "gathered"
+
+
+class _Gathering:
+    """What the gatherer knows of one group."""
+
+    __slots__ = ("block", "fence", "group", "state", "users", "version")
+
+    def __init__(self, group: FlatGroup) -> None:
+        self.group = group
+        self.state = GatherState.RELEASED
+        self.users: set[Hashable] = set()
+        self.block: DeviceBlock | None = None
+        self.fence: Fence | None = None
+        self.version = 0
+
+
+class Gatherer:
+    """Gathers groups on the device from their host copies.
+
+    Args:
+        device: where flat buffers live; its budget is a ceiling.
+        copies: host copies by group index.
+        read_ahead, io: the scheduler and the loop it runs on.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        groups: Sequence[FlatGroup],
+        copies: Sequence[HostCopy],
+        read_ahead: ReadAhead,
+        io: IoLoop,
+        stalls: StallClock,
+    ) -> None:
+        self._device = device
+        self._copies = copies
+        self._read_ahead = read_ahead
+        self._io = io
+        self._stalls = stalls
+        self._gatherings = [_Gathering(group) for group in groups]
+        self.gathers = 0
+        self.waits = {"ready": 0, "in_flight": 0, "demand": 0}
+
+    def is_gathered(self, group: FlatGroup) -> bool:
+        return self._gatherings[group.index].state is GatherState.GATHERED
+
+    def gather(self, group: FlatGroup, user: Hashable, phase: Phase) -> bool:
+        """Make the parameters of a group present for `user`. True when they were not there before.
+
+        Raises:
+            DeviceOutOfMemoryError: the device budget cannot hold the group beside what is in use.
+            IoTimeoutError, ReadError: the shard could not be read.
+        """
+        gathering = self._gatherings[group.index]
+        gathering.users.add(user)
+        if gathering.state is GatherState.GATHERED:
+            return False
+        try:
+            if gathering.state is GatherState.RELEASED:
+                self._start(gathering, phase)
+            self._finish(gathering)
+        except BaseException:
+            gathering.users.discard(user)
+            raise
+        self.gathers += 1
+        return True
+
+    def upload_ahead(self, group: FlatGroup, phase: Phase) -> bool:
+        """Start the upload of a group if its host copy is ready and the device has room. Never waits."""
+        gathering = self._gatherings[group.index]
+        copy = self._copies[group.index]
+        if gathering.state is not GatherState.RELEASED:
+            return True
+        if not copy.ticket.done or not self._device.budget.free_nbytes >= group.flat_nbytes or not copy.claim():
+            return False
+        if not copy.ticket.done or copy.ticket.exception is not None:
+            copy.unclaim()
+            return False
+        self.waits["ready"] += 1
+        self._upload(gathering, copy, phase)
+        return True
+
+    def release(self, group: FlatGroup, user: Hashable) -> None:
+        """`user` needs the group no more; its memory goes back when nobody does. Idempotent."""
+        gathering = self._gatherings[group.index]
+        gathering.users.discard(user)
+        if not gathering.users and gathering.state is GatherState.GATHERED:
+            self._free(gathering)
+
+    def release_all(self, *, keep: Callable[[FlatGroup], bool]) -> None:
+        """Release every group, whoever uses it, except those for which `keep` says so."""
+        for gathering in self._gatherings:
+            if gathering.state is not GatherState.RELEASED and not keep(gathering.group):
+                gathering.users.clear()
+                self._free(gathering)
+
+    def gathered(self) -> list[FlatGroup]:
+        return [g.group for g in self._gatherings if g.state is not GatherState.RELEASED]
+
+    def refresh(self, group: FlatGroup) -> None:
+        """Fill a gathered group again from its host copy, after an update."""
+        gathering = self._gatherings[group.index]
+        if gathering.state is GatherState.RELEASED or gathering.block is None:
+            return
+        copy = self._claim(group)
+        try:
+            fence = self._fill(gathering, gathering.block, copy)
+            self._finish(gathering)
+            fence.wait()
+        finally:
+            self._io.post(self._read_ahead.consumed, group.index, Phase.BACKWARD)
+
+    def edited(self, group: FlatGroup) -> bool:
+        """Whether somebody changed the gathered parameters in place since they were filled."""
+        gathering = self._gatherings[group.index]
+        return gathering.state is GatherState.GATHERED and group.flat._version != gathering.version
+
+    def accept_edits(self, group: FlatGroup) -> None:
+        """The present values have been written back: they count as unchanged from now on."""
+        self._gatherings[group.index].version = group.flat._version
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _start(self, gathering: _Gathering, phase: Phase) -> None:
+        copy = self._claim(gathering.group)
+        try:
+            self._upload(gathering, copy, phase)
+        except BaseException:
+            if gathering.state is GatherState.RELEASED:
+                self._io.post(self._read_ahead.consumed, gathering.group.index, phase)
+            raise
+
+    def _claim(self, group: FlatGroup) -> HostCopy:
+        """The host copy with its bytes there, claimed: waits for an update, a read ahead, or a demand read."""
+        copy = self._copies[group.index]
+        if not copy.update.done:
+            self._stalls.wait(copy.update, StallCause.OPTIMIZER)
+        if copy.claim():
+            self.waits["ready" if copy.ticket.done or copy.state is not CopyState.READING else "in_flight"] += 1
+        else:
+            self.waits["demand"] += 1
+            ticket = self._io.submit(self._read_ahead.demand(group.index), f"demand of {group.key}")
+            self._stalls.wait(ticket, StallCause.NVME_READ)
+        if copy.state is CopyState.READING:
+            try:
+                self._stalls.wait(copy.ticket, StallCause.NVME_READ)
+            except BaseException:
+                self._io.post(self._read_ahead.consumed, group.index, Phase.FORWARD)
+                raise
+        return copy
+
+    def _upload(self, gathering: _Gathering, copy: HostCopy, phase: Phase) -> None:
+        group = gathering.group
+        block = self._allocate(group)
+        group.allocate_flat()
+        gathering.block = block
+        gathering.state = GatherState.UPLOADING
+        fence = self._fill(gathering, block, copy)
+        self._io.post(self._read_ahead.consumed, group.index, phase, fence)
+
+    def _fill(self, gathering: _Gathering, block: DeviceBlock, copy: HostCopy) -> Fence:
+        group = gathering.group
+        # The plain copy would count as an in-place change of saved tensors, and backward would refuse them.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(group.flat):
+            fence = self._device.upload(block, copy.tensor, group.flat, group.key)
+        gathering.fence = fence
+        return fence
+
+    def _finish(self, gathering: _Gathering) -> None:
+        if gathering.fence is not None:
+            self._device.make_ready(gathering.fence)
+            gathering.fence = None
+        gathering.version = gathering.group.flat._version
+        gathering.state = GatherState.GATHERED
+        gathering.group.show_gathered()
+
+    def _allocate(self, group: FlatGroup) -> DeviceBlock:
+        """Device memory for a group; what was only uploaded ahead gives way."""
+        while True:
+            try:
+                return self._device.allocate(group.flat_nbytes, group.key)
+            except DeviceOutOfMemoryError:
+                ahead = [g for g in self._gatherings if g.state is GatherState.UPLOADING and not g.users]
+                if not ahead:
+                    raise
+                self._free(ahead[-1])
+
+    def _free(self, gathering: _Gathering) -> None:
+        group = gathering.group
+        if gathering.fence is not None:
+            gathering.fence.wait()
+            gathering.fence = None
+        if gathering.block is None:
+            raise PlacementError(f"{group.key} is gathered without device memory")
+        group.show_released()
+        group.free_flat()
+        self._device.free(gathering.block)
+        gathering.block = None
+        gathering.state = GatherState.RELEASED
+

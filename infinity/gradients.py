@@ -1,0 +1,328 @@
+"""The gradient sink: takes gradients off the device as soon as they are complete, and keeps or spills them.
+
+A gradient crosses the link once and is accumulated in fp32 in host memory. Where it waits for the update is decided by
+the placement: in host memory (held, or handed to the update at once), or, when accumulation or clipping needs all
+gradients and they do not fit, in the swap file (*spilled*): written after every backward, read back to accumulate.
+
+Used by the training thread only; transfers complete on other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from infinity.devices.base import Device, DeviceBlock, Fence
+from infinity.errors import PlacementError, UnsupportedModelError
+from infinity.groups import FlatGroup
+from infinity.layout import Chunk
+from infinity.observe.stalls import StallCause, StallClock
+from infinity.optim.clip import parameter_norm
+from storage.budget import Reservation, TierBudget
+from storage.pool import HostPool, Lease
+from storage.store import ShardStore
+from storage.types import Priority, Ticket, TrafficTag
+
+GRAD_DTYPE = torch.float32
+
+
+def gradient_nbytes(group: FlatGroup) -> int:
+    """Bytes of a group's gradient in host memory or in the swap file."""
+    return group.layout.numel * GRAD_DTYPE.itemsize
+
+
+def gradient_key(group: FlatGroup) -> str:
+    return f"{group.key}/grad"
+
+
+class GroupGradient:
+    """The gradient of one group, as far as it has arrived.
+
+    `present[slot]` tells whether the slot has a gradient; the memory of other slots is undefined.
+    """
+
+    def __init__(self, group: FlatGroup, store: ShardStore | None) -> None:
+        self.group = group
+        self.present = [False] * len(group.layout.slots)
+        self.norms: dict[int, torch.Tensor] = {}
+        self.fences: list[Fence] = []
+        self.is_spilled = False
+        self.lease: Lease | None = None
+        self.reservation: Reservation | None = None
+        self.arrival = Ticket.completed(group.key)  # completes when what was spilled is back in memory
+        self._store = store
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The flat fp32 gradient in host memory."""
+        if self.lease is None:
+            raise RuntimeError(f"the gradient of {self.group.key} is not in host memory")
+        return torch.frombuffer(self.lease.memory, dtype=GRAD_DTYPE, count=self.group.layout.numel)
+
+    def slot_view(self, slot: int) -> torch.Tensor:
+        place = self.group.layout.slots[slot]
+        return self.tensor[place.offset : place.stop]
+
+    def submit_read(self, chunk: Chunk, memory: memoryview, step: int) -> Ticket:
+        """Read one chunk of a spilled gradient."""
+        return self._read(memory, chunk.start, chunk.payload_numel, step, Priority.READ_AHEAD)
+
+    def submit_read_back(self, step: int, priority: Priority) -> Ticket:
+        """Read the whole spilled gradient into the lease."""
+        if self.lease is None:
+            raise RuntimeError(f"no host memory to read the gradient of {self.group.key} into")
+        self.arrival = self._read(self.lease.memory, 0, self.group.layout.payload_numel, step, priority)
+        return self.arrival
+
+    def _read(self, memory: memoryview, start: int, payload_numel: int, step: int, priority: Priority) -> Ticket:
+        if self._store is None:
+            raise RuntimeError(f"the gradient of {self.group.key} was spilled without a store")
+        size = GRAD_DTYPE.itemsize
+        return self._store.submit_read(
+            gradient_key(self.group),
+            memory,
+            offset=start * size,
+            priority=priority,
+            tag=TrafficTag("grad", step),
+            payload_nbytes=payload_numel * size,
+        )
+
+    def release(self) -> None:
+        """Give the host memory back. Idempotent."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+        if self.reservation is not None:
+            self.reservation.release()
+            self.reservation = None
+
+
+class GradientSink:
+    """Collects the gradients of one optimizer step.
+
+    Args:
+        held: budget for gradients that stay in host memory until their update.
+        transit: budget for gradients on their way to and from the swap file.
+        spilled: indices of the groups whose gradients wait in the swap file.
+        updates_in_flight: whether an update is running that will give held memory back.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: HostPool,
+        store: ShardStore | None,
+        held: TierBudget,
+        transit: TierBudget,
+        spilled: frozenset[int],
+        updates_in_flight: Callable[[], bool],
+        stalls: StallClock,
+    ) -> None:
+        self._device = device
+        self._pool = pool
+        self._store = store
+        self._held = held
+        self._transit = transit
+        self._spilled = spilled
+        self._updates_in_flight = updates_in_flight
+        self._stalls = stalls
+        self._gradients: dict[int, GroupGradient] = {}
+        self._blocks: dict[int, DeviceBlock] = {}
+        self._retiring: list[tuple[list[Fence], DeviceBlock]] = []
+        self._writes: list[Ticket] = []
+        self.step = 0
+        self.wants_norms = False
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def expect(self, group: FlatGroup) -> None:
+        """A backward of the group begins: reserve device memory for its gradient; read back what was spilled."""
+        if group.index not in self._blocks:
+            self._retire()
+            self._blocks[group.index] = self._device.allocate(group.flat_nbytes, f"gradient of {group.key}")
+        gradient = self._gradients.get(group.index)
+        if gradient is not None and gradient.is_spilled and gradient.lease is None:
+            nbytes = gradient_nbytes(group)
+            # Leave room for one more, so that a gradient that arrives first never waits for this one to be used.
+            if self._transit.free_nbytes >= 2 * nbytes:
+                gradient.reservation = self._transit.try_reserve(nbytes, gradient_key(group))
+                if gradient.reservation is not None:
+                    gradient.lease = self._pool.lease(nbytes, gradient_key(group))
+                    gradient.submit_read_back(self.step, Priority.READ_AHEAD)
+
+    def harvest(self, group: FlatGroup) -> bool:
+        """Move every `.grad` of the group's parameters to the sink. True when there was any."""
+        arrived = [(n, p) for n, p in enumerate(group.parameters) if p.grad is not None]
+        if not arrived:
+            return False
+        gradient = self._open(group)
+        block = self._blocks.pop(group.index, None) or self._device.allocate(
+            group.flat_nbytes, f"gradient of {group.key}"
+        )
+        fences = []
+        for number, parameter in arrived:
+            grad = parameter.grad
+            parameter.grad = None
+            if grad is None or grad.layout is not torch.strided:
+                raise UnsupportedModelError(
+                    f"parameter {group.layout.slots[number].name!r} has a sparse gradient; use a dense one (sparse=False)"
+                )
+            fences.append(
+                self._device.download(
+                    block,
+                    grad.reshape(-1),
+                    gradient.slot_view(number),
+                    group.layout.slots[number].name,
+                    accumulate=gradient.present[number],
+                    offset_nbytes=group.layout.slots[number].offset * group.compute_dtype.itemsize,
+                )
+            )
+            gradient.present[number] = True
+            gradient.norms.pop(number, None)
+        gradient.fences = [f for f in (*gradient.fences, *fences) if not f.done]
+        self._retiring.append((fences, block))
+        self._retire()
+        return True
+
+    def settle(self, group: FlatGroup) -> None:
+        """A backward of the group is over: spill its gradient if that is where it is placed."""
+        gradient = self._gradients.get(group.index)
+        if gradient is None or group.index not in self._spilled or gradient.lease is None or self._store is None:
+            return
+        for fence in gradient.fences:
+            fence.wait()
+        gradient.fences = []
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        if self.wants_norms:
+            self._measure(gradient)
+        lease, reservation = gradient.lease, gradient.reservation
+        size = GRAD_DTYPE.itemsize
+        ticket = self._store.submit_write(
+            gradient_key(group),
+            lease.memory,
+            tag=TrafficTag("grad", self.step),
+            payload_nbytes=group.layout.payload_numel * size,
+        )
+        gradient.lease = gradient.reservation = None
+        gradient.is_spilled = True
+        self._writes.append(ticket)
+
+        def landed(_: Ticket) -> None:
+            lease.release()
+            if reservation is not None:
+                reservation.release()
+
+        ticket.add_done_callback(landed)
+
+    def end_backward(self) -> None:
+        """No backward is running any more: reserved device memory that no gradient came for goes back."""
+        for block in self._blocks.values():
+            self._device.free(block)
+        self._blocks.clear()
+        self._retire()
+
+    # Step ------------------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[FlatGroup]:
+        """Groups that have a gradient, in the order of their index."""
+        return [self._gradients[index].group for index in sorted(self._gradients)]
+
+    def has(self, group: FlatGroup, slot: int) -> bool:
+        gradient = self._gradients.get(group.index)
+        return gradient is not None and gradient.present[slot]
+
+    def take(self, group: FlatGroup) -> GroupGradient:
+        """Hand the gradient over to an update, which releases it."""
+        return self._gradients.pop(group.index)
+
+    def check_writes(self) -> None:
+        """Wait for spilled gradients to land, and raise what went wrong."""
+        writes, self._writes = self._writes, []
+        for ticket in writes:
+            self._stalls.wait(ticket, StallCause.NVME_WRITE)
+
+    def norms(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
+        """The 2-norm of every given slot that has a gradient, in the given order."""
+        wanted = [(group, slot) for group, slot in slots if self.has(group, slot)]
+        for group in {group.index: group for group, _ in wanted}.values():
+            gradient = self._gradients[group.index]
+            missing = [s for s, there in enumerate(gradient.present) if there and s not in gradient.norms]
+            if not missing:
+                continue
+            if gradient.is_spilled and gradient.lease is None:
+                self._read_back(gradient)
+                self._measure(gradient)
+                gradient.release()
+            else:
+                self._measure(gradient)
+        return [self._gradients[group.index].norms[slot] for group, slot in wanted]
+
+    def discard(self) -> None:
+        """Forget every gradient (zero_grad, or the iteration was reset)."""
+        for gradient in self._gradients.values():
+            for fence in gradient.fences:
+                fence.wait()
+            if gradient.lease is not None:
+                gradient.arrival.wait(None)
+            gradient.release()
+        self._gradients.clear()
+        self.end_backward()
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _open(self, group: FlatGroup) -> GroupGradient:
+        """The group's gradient with its host memory, waiting for space or for what was spilled."""
+        gradient = self._gradients.get(group.index)
+        if gradient is None:
+            gradient = self._gradients[group.index] = GroupGradient(group, self._store)
+        if gradient.lease is None:
+            nbytes = gradient_nbytes(group)
+            if gradient.is_spilled:
+                self._read_back(gradient)
+            else:
+                budget = self._transit if group.index in self._spilled else self._held
+                gradient.reservation = budget.request(nbytes, gradient_key(group))
+                self._wait_for_space(gradient.reservation)
+                gradient.lease = self._pool.lease(nbytes, gradient_key(group))
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        return gradient
+
+    def _wait_for_space(self, reservation: Reservation) -> None:
+        if not reservation.done and not self._updates_in_flight() and not self._writes_in_flight():
+            reservation.cancel()
+            raise PlacementError(
+                f"no host memory for the gradient of {reservation.owner}: the gradients held now "
+                f"({self._held.holders()}) wait for the end of backward, because their modules ran several times before "
+                "it. Use schedule='synchronous', which makes room for all gradients"
+            )
+        self._stalls.wait(reservation, StallCause.GRADIENT_SPACE)
+
+    def _writes_in_flight(self) -> bool:
+        return any(not ticket.done for ticket in self._writes)
+
+    def _read_back(self, gradient: GroupGradient) -> None:
+        nbytes = gradient_nbytes(gradient.group)
+        gradient.reservation = self._transit.request(nbytes, gradient_key(gradient.group))
+        self._stalls.wait(gradient.reservation, StallCause.GRADIENT_SPACE)
+        gradient.lease = self._pool.lease(nbytes, gradient_key(gradient.group))
+        self._stalls.wait(gradient.submit_read_back(self.step, Priority.DEMAND), StallCause.GRADIENT_READ)
+
+    def _measure(self, gradient: GroupGradient) -> None:
+        for fence in gradient.fences:
+            fence.wait()
+        slots: Sequence[bool] = gradient.present
+        for slot, there in enumerate(slots):
+            if there and slot not in gradient.norms:
+                gradient.norms[slot] = parameter_norm(gradient.slot_view(slot))
+
+    def _retire(self) -> None:
+        """Free device blocks whose gradients have arrived in host memory."""
+        waiting = []
+        for fences, block in self._retiring:
+            if all(fence.done for fence in fences):
+                self._device.free(block)
+            else:
+                waiting.append((fences, block))
+        self._retiring = waiting

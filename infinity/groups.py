@@ -1,0 +1,123 @@
+"""Flat groups and units at run time: the tensors behind one shard, and which modules see them.
+
+A `FlatGroup` holds the parameters of one unit that share dtype and trainability. Its `flat` tensor lives on the
+compute device; its storage is resized to nothing while the group is released and refilled when it is gathered. The
+parameters are views of `flat` and never change identity (see MECHANICS: the resize rule), so autograd's saved tensors
+stay valid across release and gather.
+
+Owned by the training thread. Other threads read only what never changes (`layout`, `key`, sizes, dtypes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from infinity.layout import FlatLayout
+from infinity.released import Access, OffloadedParameter, Owners, ParameterRef, ReleasedParameter
+
+
+class FlatGroup:
+    """One flat buffer, one shard: parameters of one unit with the same dtype and trainability.
+
+    Args:
+        index: position in the engine's list of groups.
+        key: name of the shard in the store, for example `blocks.3/float32`.
+        layout: slots of the flat buffer.
+        owners: for every slot, the (module, attribute) pairs that hold the parameter.
+        trainable: whether the parameters require gradients.
+        shard_dtype: dtype of the stored shard.
+        compute_dtype: dtype of the flat buffer and of the parameters that modules see.
+        device: where the flat buffer lives.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        key: str,
+        layout: FlatLayout,
+        owners: Sequence[Owners],
+        *,
+        trainable: bool,
+        shard_dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        access: Access,
+    ) -> None:
+        self.index = index
+        self.key = key
+        self.layout = layout
+        self.owners = tuple(owners)
+        self.trainable = trainable
+        self.shard_dtype = shard_dtype
+        self.compute_dtype = compute_dtype
+        self.shard_nbytes = layout.numel * shard_dtype.itemsize
+        self.flat_nbytes = layout.numel * compute_dtype.itemsize
+        self.units: set[int] = set()  # every unit that gathers this group: more than one when parameters are tied
+        with torch.inference_mode(False), torch.no_grad():
+            # Views can only be made of memory that is there; the pages are given back before anything touches them.
+            self.flat = torch.empty(layout.numel, dtype=compute_dtype, device=device)
+            self.parameters = tuple(self._make_parameter(number, access) for number in range(len(layout.slots)))
+            self.flat.untyped_storage().resize_(0)
+        self.stand_ins = tuple(
+            ReleasedParameter(p.ref, slot.shape, compute_dtype, device, trainable)
+            for p, slot in zip(self.parameters, layout.slots, strict=True)
+        )
+        self.show_released()
+
+    def _make_parameter(self, number: int, access: Access) -> OffloadedParameter:
+        slot = self.layout.slots[number]
+        view = self.flat[slot.offset : slot.stop].view(slot.shape)
+        parameter = OffloadedParameter(view, requires_grad=self.trainable)
+        parameter.ref = ParameterRef(self, number, access)
+        return parameter
+
+    def show_released(self) -> None:
+        """Let the modules hold the refusing stand-ins."""
+        self._show(self.stand_ins)
+
+    def show_gathered(self) -> None:
+        """Let the modules hold the real parameters."""
+        self._show(self.parameters)
+
+    def _show(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter, owners in zip(parameters, self.owners, strict=True):
+            for module, attribute in owners:
+                module._parameters[attribute] = parameter  # type: ignore[assignment]
+
+    def allocate_flat(self) -> None:
+        """Give the flat buffer memory; its content is undefined until it is filled."""
+        with torch.inference_mode(False):
+            self.flat.untyped_storage().resize_(self.flat_nbytes)
+
+    def free_flat(self) -> None:
+        """Give the memory of the flat buffer back. Nobody may read the parameters until the next fill."""
+        self.flat.untyped_storage().resize_(0)
+
+    def __repr__(self) -> str:
+        return f"FlatGroup({self.key}, {self.layout.payload_numel} parameters, {self.shard_dtype})"
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Modules gathered together. `groups` are gathered with it; it may borrow some from other units (tied weights)."""
+
+    index: int
+    name: str
+    module: nn.Module
+    groups: tuple[FlatGroup, ...]
+    resident: bool
+    forward_calls: int = field(default=0)
+
+    def trainable(self) -> Iterator[FlatGroup]:
+        return (group for group in self.groups if group.trainable)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Unit:
+        # Bound hooks drag the freed tensors into a copy of the module, where reading them is a crash.
+        raise TypeError(f"unit {self.name!r} of an offloaded model cannot be copied; save and load it instead")
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError(f"unit {self.name!r} of an offloaded model cannot be pickled; save and load it instead")

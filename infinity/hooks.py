@@ -1,0 +1,171 @@
+"""Hooks: when a unit is gathered and released. The rules are those of MECHANICS section 1.
+
+[Note: hooks and autograd]
+Forward: gather before, release after (unless this forward is a recomputation inside a backward: the coming backward
+needs the unit, and `post_backward` frees it). Backward: a multi-grad hook on the outputs gathers the unit before any
+of its nodes run; an identity function around the inputs runs after all of them, harvests the gradients and releases.
+What has no input that needs a gradient is harvested at the end of the last open graph task.
+
+Every hook may be skipped (early-stopped recomputation, exceptions), repeated, or come in an odd order; so all of them
+are idempotent and none pushes or pops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from infinity.groups import Unit
+
+
+class UnitEvents(Protocol):
+    """What the engine does at each point of a unit's life."""
+
+    def pre_forward(self, unit: Unit) -> None: ...
+    def post_forward(self, unit: Unit) -> None: ...
+    def pre_backward(self, unit: Unit) -> None: ...
+    def post_backward(self, unit: Unit) -> None: ...
+    def root_pre_forward(self) -> None: ...
+    def root_post_forward(self) -> None: ...
+    def end_backward(self) -> None: ...
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class GraphTasks:
+    """Calls `finish` once when the last open graph task ends.
+
+    Reentrant checkpointing nests a graph task whose callback fires early, so one callback is queued per task id and
+    the backward is over when no task is open. If a backward raises, no callback fires at all: `clear` is called then.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._open: set[int] = set()
+        self._finish = finish
+
+    def join(self) -> None:
+        """Note the graph task that runs now."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._open:
+            return
+        self._open.add(task)
+        Variable._execution_engine.queue_callback(lambda: self._ended(task))  # type: ignore[no-untyped-call]
+
+    def _ended(self, task: int) -> None:
+        self._open.discard(task)
+        if not self._open:
+            self._finish()
+
+    @property
+    def any_open(self) -> bool:
+        return bool(self._open)
+
+    def clear(self) -> None:
+        self._open.clear()
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity around a unit's inputs; its backward runs when the whole unit's has."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.then = then
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.then()
+        return (None, *grads)
+
+
+class UnitHooks:
+    """The hooks of one unit, bound to its events."""
+
+    def __init__(self, unit: Unit, events: UnitEvents) -> None:
+        self._unit = unit
+        self._events = events
+
+    def install(self) -> list[RemovableHandle]:
+        module = self._unit.module
+        pre = torch.compiler.disable(self._pre_forward)
+        post = torch.compiler.disable(self._post_forward)
+        return [
+            module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True),
+            module.register_forward_hook(post, always_call=True),
+        ]
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._events.pre_forward(self._unit)
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        flat, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if places:
+            wrapped = _PostBackward.apply(self._post_backward, *[flat[i] for i in places])
+            for place, tensor in zip(places, wrapped, strict=True):
+                flat[place] = tensor
+        new_args, new_kwargs = tree_unflatten(flat, spec)
+        return new_args, new_kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._events.post_forward(self._unit)
+        if output is not None and torch.is_grad_enabled():
+            watch_outputs(output, lambda: self._events.pre_backward(self._unit))
+
+    def _post_backward(self) -> None:
+        self._events.post_backward(self._unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
+        raise TypeError(f"module {self._unit.name!r} of an offloaded model cannot be copied; save and load it instead")
+
+    def __reduce_ex__(self, protocol: Any) -> str:
+        raise TypeError(f"module {self._unit.name!r} of an offloaded model cannot be pickled; save and load it instead")
+
+
+def watch_outputs(output: Any, then: Callable[[], None]) -> None:
+    """Call `then` once per backward, before the first node behind any tensor of `output` runs."""
+    outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not outputs:
+        return
+    register_multi_grad_hook(outputs, lambda _: then(), mode="any")
+    for tensor in outputs:
+        # An in-place operation on an output that is a view rewrites its history and drops the tensor's hook;
+        # the node of its base stays.
+        base = tensor._base
+        if base is not None and base.grad_fn is not None:
+            base.grad_fn.register_prehook(lambda _: then())
+
+
+class RootHooks:
+    """The hooks of the whole model: where an outermost forward begins and ends."""
+
+    def __init__(self, model: nn.Module, events: UnitEvents) -> None:
+        self._model = model
+        self._events = events
+
+    def install(self) -> list[RemovableHandle]:
+        pre = torch.compiler.disable(lambda module, args: self._events.root_pre_forward())
+        post = torch.compiler.disable(lambda module, args, output: self._events.root_post_forward())
+        return [
+            self._model.register_forward_pre_hook(pre, prepend=True),
+            self._model.register_forward_hook(post, always_call=True),
+        ]
+
+
+def install(model: nn.Module, units: Sequence[Unit], events: UnitEvents) -> list[RemovableHandle]:
+    """Install the hooks of every unit and of the root; the handles remove them."""
+    handles = []
+    for unit in units:
+        if not unit.resident:
+            handles += UnitHooks(unit, events).install()
+    return handles + RootHooks(model, events).install()

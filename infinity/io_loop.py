@@ -1,0 +1,82 @@
+"""The I/O loop: one asyncio loop on its own thread, where the scheduler, residency and write-back live.
+
+Policy only: no system calls on files and no kernels run here. The training thread hands it messages with `post` (no
+answer) and coroutines with `submit` (a ticket).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from storage.types import Ticket
+
+_JOIN_TIMEOUT_S = 10.0
+
+
+class IoLoop:
+    """Owns the loop and its thread; `close()` stops both."""
+
+    def __init__(self, name: str = "infinity-io-loop") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._closed = False
+        self._thread.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def post(self, function: Callable[..., None], *args: Any) -> None:
+        """Run `function` on the loop soon. Messages run in the order they were posted."""
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any], label: str) -> Ticket:
+        """Run a coroutine on the loop; the ticket completes with it and carries its exception."""
+        ticket = Ticket(label)
+        self._loop.call_soon_threadsafe(self._start, coroutine, ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Cancel what still runs, stop the loop, join the thread. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_JOIN_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._cancel_all()
+            self._loop.close()
+
+    def _start(self, coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:
+        task = self._loop.create_task(complete(coroutine, ticket))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _cancel_all(self) -> None:
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        if pending:
+            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+
+
+async def complete(coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:
+    """Await a coroutine and complete the ticket with its outcome."""
+    try:
+        await coroutine
+    except asyncio.CancelledError as error:
+        ticket.set_exception(RuntimeError(f"{ticket.label} was cancelled because its engine closed"))
+        raise error
+    except BaseException as error:
+        ticket.set_exception(error)
+    else:
+        ticket.set_done()

@@ -1,0 +1,102 @@
+"""Flat layout, pure arithmetic: a group of parameters laid out in one flat buffer, and that buffer cut into chunks.
+
+Parameters become *slots* of a flat buffer. Slots start at multiples of `SLOT_ALIGN_NUMEL` elements, because the fused
+AdamW kernel gives the same bits for a part of a tensor as for the whole only when the cut is at such a multiple. The
+flat length is padded once to `SHARD_ALIGN_NUMEL` elements per rank, so that every shard, and every chunk cut from it,
+is a whole number of 4 KiB pages in any dtype and can be read and written with O_DIRECT.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from storage.align import align_up
+
+SLOT_ALIGN_NUMEL = 64
+SHARD_ALIGN_NUMEL = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in a flat buffer (offsets and sizes in elements)."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPiece:
+    """The part of one slot that lies in a chunk; `start` and `stop` are elements relative to the chunk."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Elements `start` to `stop` of a flat buffer: what the optimizer reads, updates and writes at a time."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[ChunkPiece, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def payload_numel(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Slots of one flat buffer. `numel` includes padding, `payload_numel` counts parameters only."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+
+    @classmethod
+    def pack(cls, named_shapes: Iterable[tuple[str, Sequence[int]]], world_size: int = 1) -> FlatLayout:
+        """Lay parameters out one after another.
+
+        Args:
+            named_shapes: name and shape of every parameter, in order.
+            world_size: number of ranks that share the buffer; each gets an equal, page-aligned span.
+        """
+        offset = 0
+        slots = []
+        for name, shape in named_shapes:
+            numel = math.prod(shape)
+            slots.append(Slot(name, tuple(shape), offset, numel))
+            offset = align_up(offset + numel, SLOT_ALIGN_NUMEL)
+        return cls(tuple(slots), align_up(max(offset, 1), SHARD_ALIGN_NUMEL * world_size))
+
+    @property
+    def payload_numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    def cut(self, chunk_numel: int) -> tuple[Chunk, ...]:
+        """Cut the flat buffer into chunks of at most `chunk_numel` elements (a multiple of `SHARD_ALIGN_NUMEL`)."""
+        if chunk_numel <= 0 or chunk_numel % SHARD_ALIGN_NUMEL:
+            raise ValueError(f"chunk_numel is {chunk_numel}; it must be a positive multiple of {SHARD_ALIGN_NUMEL}")
+        chunks = []
+        for index, start in enumerate(range(0, self.numel, chunk_numel)):
+            stop = min(start + chunk_numel, self.numel)
+            pieces = tuple(
+                ChunkPiece(number, max(slot.offset, start) - start, min(slot.stop, stop) - start)
+                for number, slot in enumerate(self.slots)
+                if slot.offset < stop and slot.stop > start
+            )
+            chunks.append(Chunk(index, start, stop, pieces))
+        return tuple(chunks)

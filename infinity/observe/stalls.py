@@ -1,0 +1,89 @@
+"""Every wait of the training thread: bounded, measured, and charged to a cause.
+
+[Note: progress, not time]
+A wait does not end because it took long; a slow disk is allowed to be slow. It ends when nothing at all has moved for
+`io_timeout_s`: no block of any transfer completed and no kernel finished. Then the transfer is stuck, and the error
+carries a residency report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from storage.errors import IoTimeoutError
+from storage.types import Ticket
+
+_POLL_S = 0.25
+
+
+class StallCause(StrEnum):
+    """What the training thread waited for."""
+
+    NVME_READ = "nvme_read"
+    NVME_WRITE = "nvme_write"
+    OPTIMIZER = "optimizer"
+    GRADIENT_SPACE = "gradient_space"
+    GRADIENT_READ = "gradient_read"
+    LINK = "link"
+
+
+class StallClock:
+    """Waits for tickets on behalf of the training thread and adds up the seconds by cause.
+
+    Args:
+        io_timeout_s: longest time without any progress.
+        progress: a counter that grows with everything that completes.
+        report: text that tells what is in flight and where every shard is, for the timeout error.
+    """
+
+    def __init__(
+        self,
+        io_timeout_s: float,
+        progress: Callable[[], int],
+        report: Callable[[], str],
+        on_stall: Callable[[str, float, float], None] | None = None,
+    ) -> None:
+        self._io_timeout_s = io_timeout_s
+        self._progress = progress
+        self._report = report
+        self._on_stall = on_stall
+        self.seconds: dict[StallCause, float] = dict.fromkeys(StallCause, 0.0)
+        self.counts: dict[StallCause, int] = dict.fromkeys(StallCause, 0)
+
+    def wait(self, ticket: Ticket, cause: StallCause) -> None:
+        """Wait for a ticket and raise what went wrong with it. A ready ticket costs a flag check.
+
+        Raises:
+            IoTimeoutError: nothing made progress for `io_timeout_s` seconds.
+        """
+        if not ticket.done:
+            started_s = time.perf_counter()
+            try:
+                self._wait(ticket, cause)
+            finally:
+                stalled_s = time.perf_counter() - started_s
+                self.seconds[cause] += stalled_s
+                self.counts[cause] += 1
+                if self._on_stall is not None:
+                    self._on_stall(cause.value, started_s, stalled_s)
+        ticket.result()
+
+    def _wait(self, ticket: Ticket, cause: StallCause) -> None:
+        seen = self._progress()
+        moved_s = time.monotonic()
+        while not ticket.wait(min(_POLL_S, self._io_timeout_s)):
+            now = self._progress()
+            if now != seen:
+                seen, moved_s = now, time.monotonic()
+            elif time.monotonic() - moved_s >= self._io_timeout_s:
+                raise IoTimeoutError(
+                    f"no transfer made progress for {self._io_timeout_s:g} s while waiting for {ticket.label} "
+                    f"({cause.value}). The device is stuck or far too slow; check it, or raise nvme.io_timeout_s.\n"
+                    f"{self._report()}"
+                )
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())

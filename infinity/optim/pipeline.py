@@ -1,0 +1,316 @@
+"""The update pipeline: read a chunk's state, run the kernel, write the new state and parameters behind it.
+
+Chunks go through in the order their groups were submitted, as many at a time as the pipeline's budget holds; while the
+kernel works on one chunk, the next is being read and the one before written. Each chunk is updated in place in the
+buffer it was read into, so nothing is copied.
+
+If a host copy of the parameter shard is present it is updated in place and written from there, and the bytes that the
+backward read are not read again; otherwise the chunk's part of the shard is read together with its state.
+
+Everything here runs on the I/O loop, except the kernel, which runs on the optimizer worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from infinity.gradients import GroupGradient
+from infinity.optim.hyper import AdamWHyper, Kernel, Piece
+from infinity.optim.records import GroupState, Record
+from infinity.readahead import ReadAhead, ShardReader
+from infinity.residency import CopyState, HostCopy
+from storage.budget import TierBudget
+from storage.pool import HostPool, Lease
+from storage.types import Priority, Ticket, TrafficTag
+
+
+class ShardWriter(ShardReader, Protocol):
+    """The part of `storage.store.ShardStore` that the pipeline needs."""
+
+    def submit_write(
+        self,
+        key: str,
+        memory: memoryview,
+        *,
+        offset: int = 0,
+        priority: Priority = Priority.WRITE,
+        tag: TrafficTag,
+        payload_nbytes: int | None = None,
+    ) -> Ticket: ...
+
+
+@dataclass(slots=True, eq=False)
+class GroupUpdate:
+    """One optimizer update of one group.
+
+    Attributes:
+        gradient: the group's gradient; released when every chunk has used it.
+        hypers: per slot, the hyperparameters; None leaves the slot untouched (no gradient, or not optimized).
+        steps: per slot, the 1-based number of this update.
+        grad_scale: clip coefficient, a 0-dim fp32 tensor, or None.
+        computed: completes when the new values are final in memory.
+        written: completes when the swap file holds them.
+    """
+
+    state: GroupState
+    copy: HostCopy
+    gradient: GroupGradient
+    hypers: Sequence[AdamWHyper | None]
+    steps: Sequence[int]
+    grad_scale: torch.Tensor | None
+    step: int
+    computed: Ticket
+    written: Ticket
+
+    def pieces(self, record: Record) -> list[Piece]:
+        found = []
+        for part in record.chunk.pieces:
+            hyper = self.hypers[part.slot]
+            if hyper is not None:
+                found.append(Piece(part.start, part.stop, self.steps[part.slot], hyper))
+        return found
+
+
+class UpdatePipeline:
+    """Runs `GroupUpdate`s. Owns the pipeline's budget; uses the worker for kernels.
+
+    Args:
+        store: where records and shards lie; None when everything is placed in host memory.
+        budget: bytes of chunk buffers in flight; at least one chunk.
+        on_failure: told about the first exception of an update, which is lost then.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: ShardWriter | None,
+        pool: HostPool,
+        budget: TierBudget,
+        kernel: Kernel,
+        worker: Executor,
+        read_ahead: ReadAhead,
+        on_failure: Callable[[BaseException], None],
+        on_chunk: Callable[[str, float, float], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._budget = budget
+        self._kernel = kernel
+        self._worker = worker
+        self._read_ahead = read_ahead
+        self._on_failure = on_failure
+        self._on_chunk = on_chunk
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.chunks_done = 0
+
+    def submit(self, updates: Sequence[GroupUpdate]) -> None:
+        """Start updates (a message from the training thread). Their tickets tell how they end."""
+        for update in updates:
+            task = asyncio.get_running_loop().create_task(self._run(update))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Wait until nothing is being updated or written."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _run(self, update: GroupUpdate) -> None:
+        try:
+            copy = await self._take_copy(update)
+            runs = [_ChunkRun(record, pieces) for record in update.state.records if (pieces := update.pieces(record))]
+            remaining = _CountDown(len(runs), lambda: self._computed(update, copy))
+            tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining)) for run in runs]
+            if tasks:
+                await asyncio.wait(tasks)
+            for task in tasks:
+                task.result()
+            update.written.set_done()
+            if copy is not None:
+                self._read_ahead.updated(copy)
+        except BaseException as error:
+            self._fail(update, error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            update.gradient.release()
+
+    async def _take_copy(self, update: GroupUpdate) -> HostCopy | None:
+        """The host copy, moved to UPDATING, if one is there; None when the bytes are only in the swap file."""
+        copy = update.copy
+        while copy.state in (CopyState.READING, CopyState.WRITING) or copy.is_claimed:
+            await self._read_ahead.wait_change()
+        copy.raise_lost_update()
+        if copy.state is CopyState.FAILED:
+            copy.drop()
+        if copy.state is CopyState.CLEAN:
+            copy.begin_update(update.computed)
+            return copy
+        return None
+
+    async def _update_chunk(
+        self, update: GroupUpdate, run: _ChunkRun, copy: HostCopy | None, remaining: _CountDown
+    ) -> None:
+        buffers = _ChunkBuffers(update, run.record, copy)
+        with ExitStack() as held:
+            if buffers.nbytes:
+                owner = run.record.key
+                reservation = held.enter_context(self._budget.request(buffers.nbytes, owner))
+                await reservation
+                buffers.lease = held.enter_context(self._pool.lease(buffers.nbytes, owner))
+            await self._read(update, run.record, buffers)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
+            run.record.is_initialised = True
+            written = self._write(update, run.record, buffers)
+            remaining.one_done()
+            await written
+
+    async def _read(self, update: GroupUpdate, record: Record, buffers: _ChunkBuffers) -> None:
+        store, chunk, group = self._store, record.chunk, update.state.group
+        tickets = []
+        if store is not None and buffers.has_record and record.is_initialised:
+            tag = TrafficTag("state", update.step)
+            tickets.append(
+                store.submit_read(record.key, buffers.record, tag=tag, payload_nbytes=record.payload_nbytes)
+            )
+        if store is not None and buffers.has_param:
+            size = group.shard_dtype.itemsize
+            tickets.append(
+                store.submit_read(
+                    group.key,
+                    buffers.param,
+                    offset=chunk.start * size,
+                    tag=TrafficTag("param", update.step),
+                    payload_nbytes=chunk.payload_numel * size,
+                )
+            )
+        if buffers.has_grad:
+            tickets.append(update.gradient.submit_read(chunk, buffers.grad, update.step))
+        for ticket in tickets:
+            await ticket
+
+    def _compute(self, update: GroupUpdate, run: _ChunkRun, buffers: _ChunkBuffers) -> None:
+        """On the optimizer worker: one kernel call for one chunk."""
+        for fence in update.gradient.fences:
+            fence.wait()
+        started_s = time.perf_counter()
+        record, chunk, group = run.record, run.record.chunk, update.state.group
+        memory = record.lease.memory if record.lease is not None else buffers.record
+        state = record.views(memory)
+        if not record.is_initialised:
+            for tensor in state:
+                tensor.zero_()
+        if buffers.has_param:
+            param = torch.frombuffer(buffers.param, dtype=group.shard_dtype, count=chunk.numel)
+        else:
+            param = update.copy.tensor[chunk.start : chunk.stop]
+        if buffers.has_grad:
+            grad = torch.frombuffer(buffers.grad, dtype=torch.float32, count=chunk.numel)
+        else:
+            grad = update.gradient.tensor[chunk.start : chunk.stop]
+        self._kernel.update(param, grad, state, run.pieces, update.grad_scale)
+        self.chunks_done += 1
+        if self._on_chunk is not None:
+            self._on_chunk(record.key, started_s, time.perf_counter() - started_s)
+
+    def _write(self, update: GroupUpdate, record: Record, buffers: _ChunkBuffers) -> Ticket:
+        store, chunk, group = self._store, record.chunk, update.state.group
+        tickets = []
+        if store is not None and buffers.has_record:
+            tag = TrafficTag("state", update.step)
+            tickets.append(
+                store.submit_write(record.key, buffers.record, tag=tag, payload_nbytes=record.payload_nbytes)
+            )
+        if store is not None and not update.copy.pinned:
+            size = group.shard_dtype.itemsize
+            if buffers.has_param:
+                memory = buffers.param
+            else:
+                memory = update.copy.memory[chunk.start * size : chunk.stop * size]
+            tickets.append(
+                store.submit_write(
+                    group.key,
+                    memory,
+                    offset=chunk.start * size,
+                    tag=TrafficTag("param", update.step),
+                    payload_nbytes=chunk.payload_numel * size,
+                )
+            )
+        return Ticket.all_of(tickets, record.key)
+
+    def _computed(self, update: GroupUpdate, copy: HostCopy | None) -> None:
+        """Every kernel of the update has run and every write is submitted: later reads see the new bytes."""
+        if copy is not None:
+            copy.updated(update.written)
+        update.computed.set_done()
+        self._read_ahead.advance()
+
+    def _fail(self, update: GroupUpdate, error: BaseException) -> None:
+        if update.copy.state in (CopyState.UPDATING, CopyState.WRITING):
+            update.copy.fail()
+        update.copy.lost_update = error
+        update.computed.set_exception(error)
+        update.written.set_exception(error)
+        self._on_failure(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkRun:
+    record: Record
+    pieces: Sequence[Piece]
+
+
+class _CountDown:
+    """Calls `then` when `one_done` has been called as often as there are runs."""
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._count = count
+        self._then = then
+        if count == 0:
+            then()
+
+    def one_done(self) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._then()
+
+
+class _ChunkBuffers:
+    """One chunk's transit buffer: what of record, parameters and gradient is not in host memory already."""
+
+    def __init__(self, update: GroupUpdate, record: Record, copy: HostCopy | None) -> None:
+        numel = record.chunk.numel
+        self.has_record = record.lease is None
+        self.has_param = copy is None
+        self.has_grad = update.gradient.is_spilled
+        self._record_nbytes = record.nbytes if self.has_record else 0
+        self._param_nbytes = numel * update.state.group.shard_dtype.itemsize if self.has_param else 0
+        self._grad_nbytes = numel * torch.float32.itemsize if self.has_grad else 0
+        self.nbytes = self._record_nbytes + self._param_nbytes + self._grad_nbytes
+        self.lease: Lease | None = None
+
+    def _part(self, start: int, nbytes: int) -> memoryview:
+        if self.lease is None:
+            return memoryview(bytearray())
+        return self.lease.memory[start : start + nbytes]
+
+    @property
+    def record(self) -> memoryview:
+        return self._part(0, self._record_nbytes)
+
+    @property
+    def param(self) -> memoryview:
+        return self._part(self._record_nbytes, self._param_nbytes)
+
+    @property
+    def grad(self) -> memoryview:
+        return self._part(self._record_nbytes + self._param_nbytes, self._grad_nbytes)

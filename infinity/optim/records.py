@@ -1,0 +1,72 @@
+"""Where the optimizer's state lies: one record per chunk, its fields one after another.
+
+A record holds the fields of one chunk (for AdamW in fp32: first and second moment; in bf16 also the low halves of the
+master) contiguously, so that a chunk's state is one read and one write. Records are born zero: nothing is read or
+written before the first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.groups import FlatGroup
+from infinity.layout import Chunk
+from infinity.optim.hyper import StateField
+from storage.pool import Lease
+
+
+def record_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
+    """Bytes of one chunk's record, padding included. A multiple of 4 KiB, because chunks are page multiples."""
+    return sum(chunk.numel * f.dtype.itemsize for f in fields)
+
+
+def record_payload_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
+    """The same without padding."""
+    return sum(chunk.payload_numel * f.dtype.itemsize for f in fields)
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """The state of one chunk. `lease` is set when it is placed in host memory for good; else it lies under `key`."""
+
+    key: str
+    chunk: Chunk
+    fields: tuple[StateField, ...]
+    lease: Lease | None = None
+    is_initialised: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return record_nbytes(self.chunk, self.fields)
+
+    @property
+    def payload_nbytes(self) -> int:
+        return record_payload_nbytes(self.chunk, self.fields)
+
+    def views(self, memory: memoryview) -> list[torch.Tensor]:
+        """The fields as 1-D tensors of `chunk.numel` elements over `memory`."""
+        tensors = []
+        offset = 0
+        for f in self.fields:
+            tensors.append(torch.frombuffer(memory, dtype=f.dtype, offset=offset, count=self.chunk.numel))
+            offset += self.chunk.numel * f.dtype.itemsize
+        return tensors
+
+
+@dataclass(slots=True, eq=False)
+class GroupState:
+    """Optimizer state of one trainable group: its records, and how often each parameter has been updated."""
+
+    group: FlatGroup
+    records: tuple[Record, ...]
+    steps: list[int] = field(default_factory=list)
+
+    @classmethod
+    def build(cls, group: FlatGroup, chunk_numel: int, fields: tuple[StateField, ...]) -> GroupState:
+        records = tuple(
+            Record(f"{group.key}/state{chunk.index}", chunk, fields) for chunk in group.layout.cut(chunk_numel)
+        )
+        return cls(group, records, [0] * len(group.layout.slots))

@@ -1,0 +1,326 @@
+"""The placement manager: which shard lies on which tier, how the host budget is divided, and why.
+
+The host budget is divided once, before anything is allocated, into parts that are ceilings of their own: shards that
+stay in host memory, the read-ahead window, gradients, gradients in transit, and the update pipeline. Each part has a
+smallest size with which a step makes progress by itself; their sum is the smallest host budget that works. What is
+left is given out in a fixed order of usefulness, so the same input always gives the same plan.
+
+[Note: value of a byte]
+A parameter byte kept in host memory saves a read in forward, a read in backward and a write (and, in the synchronous
+schedule, a read in `step()`); a state byte saves one read and one write; a gradient byte that need not be spilled saves
+a write and a read. Pinning a fixed set is optimal for cyclic access (PLANNING section 4), so no cache policy is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from infinity.config import Schedule
+from infinity.errors import PlacementError
+from infinity.gradients import gradient_nbytes
+from infinity.groups import FlatGroup, Unit
+from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.optim.hyper import StateField
+from infinity.sizes import MIB, format_nbytes
+from storage.align import align_down
+
+_MIN_CHUNK_NUMEL = 16 * SHARD_ALIGN_NUMEL
+_TARGET_CHUNK_NBYTES = 16 * MIB
+_PIPELINE_DEPTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One line of a budget: what, how many bytes, and why."""
+
+    name: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where everything lies. Sizes in bytes.
+
+    Attributes:
+        pinned_params, pinned_states: group indices whose shard or state is in host memory for good.
+        spilled_gradients: group indices whose gradients wait for the update in the swap file.
+        keep_at_turn, keep_at_boundary: groups whose copies stay from forward to backward, and from update to forward.
+    """
+
+    schedule: Schedule
+    schedule_reason: str
+    chunk_numel: int
+    host: tuple[Term, ...]
+    device: tuple[Term, ...]
+    host_budget_nbytes: int
+    device_budget_nbytes: int
+    host_minimum_nbytes: int
+    device_minimum_nbytes: int
+    window_nbytes: int
+    gradients_nbytes: int
+    transit_nbytes: int
+    pipeline_nbytes: int
+    pinned_params: frozenset[int]
+    pinned_states: frozenset[int]
+    spilled_gradients: frozenset[int]
+    keep_at_turn: frozenset[int]
+    keep_at_boundary: frozenset[int]
+    nvme_nbytes: int
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def state_pinned_nbytes(self) -> int:
+        return next((term.nbytes for term in self.host if term.name == "pinned"), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a placement is made from."""
+
+    units: Sequence[Unit]
+    groups: Sequence[FlatGroup]
+    fields: tuple[StateField, ...]
+    schedule: Schedule
+    schedule_reason: str
+    host_budget_nbytes: int
+    device_budget_nbytes: int
+    nvme_budget_nbytes: int | None
+    chunk_nbytes: int | None
+    uploads_ahead: bool
+
+
+class _Sizes:
+    """Sizes that the planner compares, by group and by unit."""
+
+    def __init__(self, request: Request) -> None:
+        self.state_per_element = sum(f.dtype.itemsize for f in request.fields)
+        self.resident = {g.index for u in request.units if u.resident for g in u.groups}
+        self.streamed = [g for g in request.groups if g.index not in self.resident]
+        self.shard: Mapping[int, int] = {g.index: g.shard_nbytes for g in request.groups}
+        self.state: Mapping[int, int] = {
+            g.index: g.layout.numel * self.state_per_element if g.trainable else 0 for g in request.groups
+        }
+        self.gradient: Mapping[int, int] = {
+            g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups
+        }
+        self.largest_shard = max((self.shard[g.index] for g in self.streamed), default=0)
+        self.largest_gradient = max(self.gradient.values(), default=0)
+        self.unit_gradients = [sum(self.gradient[g.index] for g in u.groups) for u in request.units]
+        param_size = max((g.shard_dtype.itemsize for g in request.groups), default=4)
+        # A chunk in transit holds its record, its parameters and, if spilled, its gradient.
+        self.chunk_per_element = self.state_per_element + param_size + 4
+
+
+def make_placement(request: Request) -> Placement:
+    """Divide the budgets.
+
+    Raises:
+        PlacementError: a budget is smaller than what one step needs at the same time, with the arithmetic.
+    """
+    sizes = _Sizes(request)
+    device_terms, device_minimum = _device_terms(request, sizes)
+    host = _HostDivision(request, sizes)
+    problems = []
+    if request.device_budget_nbytes < device_minimum:
+        problems.append(_refusal("device", request.device_budget_nbytes, device_minimum, device_terms))
+    if request.host_budget_nbytes < host.minimum_nbytes:
+        problems.append(_refusal("host", request.host_budget_nbytes, host.minimum_nbytes, host.minimum_terms()))
+    if problems:
+        raise PlacementError("\n".join(problems))
+    host.give_out()
+    nvme_nbytes = host.nvme_nbytes()
+    if request.nvme_budget_nbytes is not None and nvme_nbytes > request.nvme_budget_nbytes:
+        raise PlacementError(
+            f"the swap files need {format_nbytes(nvme_nbytes)} ({nvme_nbytes} bytes), but nvme.budget is "
+            f"{format_nbytes(request.nvme_budget_nbytes)}. Raise it, or give more host memory"
+        )
+    return Placement(
+        schedule=request.schedule,
+        schedule_reason=request.schedule_reason,
+        chunk_numel=host.chunk_numel,
+        host=tuple(host.terms()),
+        device=tuple(device_terms),
+        host_budget_nbytes=request.host_budget_nbytes,
+        device_budget_nbytes=request.device_budget_nbytes,
+        host_minimum_nbytes=host.minimum_nbytes,
+        device_minimum_nbytes=device_minimum,
+        window_nbytes=host.window,
+        gradients_nbytes=host.gradients,
+        transit_nbytes=host.transit,
+        pipeline_nbytes=host.pipeline,
+        pinned_params=frozenset(host.pinned_params),
+        pinned_states=frozenset(host.pinned_states),
+        spilled_gradients=frozenset(host.spilled),
+        keep_at_turn=frozenset(host.kept(from_end=True)),
+        keep_at_boundary=frozenset(host.kept(from_end=False)),
+        nvme_nbytes=nvme_nbytes,
+        notes=tuple(host.notes),
+    )
+
+
+def _refusal(tier: str, budget: int, minimum: int, terms: Sequence[Term]) -> str:
+    lines = [f"the {tier} budget of {format_nbytes(budget)} ({budget} bytes) is too small for one step of this model:"]
+    lines += [f"  {format_nbytes(term.nbytes):>12}  {term.name}: {term.why}" for term in terms]
+    lines.append(f"  {format_nbytes(minimum):>12}  smallest {tier} budget that works ({minimum} bytes)")
+    return "\n".join(lines)
+
+
+def _device_terms(request: Request, sizes: _Sizes) -> tuple[list[Term], int]:
+    resident = sum(g.flat_nbytes for g in request.groups if g.index in sizes.resident)
+    resident_grads = sum(g.flat_nbytes for g in request.groups if g.index in sizes.resident and g.trainable)
+    largest, name = 0, "none"
+    for unit in request.units:
+        if unit.resident:
+            continue
+        need = sum(g.flat_nbytes for g in unit.groups if g.index not in sizes.resident)
+        need += sum(g.flat_nbytes for g in unit.trainable() if g.index not in sizes.resident)
+        if need > largest:
+            largest, name = need, unit.name
+    terms = [
+        Term("resident", resident, "parameters outside the units, always gathered"),
+        Term("resident gradients", resident_grads, "their gradients, which are complete at the end of backward"),
+        Term("largest unit", largest, f"parameters and gradients of {name}"),
+    ]
+    return terms, resident + resident_grads + largest
+
+
+class _HostDivision:
+    """Divides the host budget: minimum first, then the rest in the order of usefulness."""
+
+    def __init__(self, request: Request, sizes: _Sizes) -> None:
+        self._request = request
+        self._sizes = sizes
+        self.notes: list[str] = []
+        self.synchronous = request.schedule is Schedule.SYNCHRONOUS
+        self.chunk_numel = self._smallest_chunk()
+        self.pinned_params = set(sizes.resident)
+        self.pinned_states = set(sizes.resident)
+        trainable = [g.index for g in sizes.streamed if g.trainable]
+        self.window = sizes.largest_shard
+        if self.synchronous:
+            self.spilled = set(trainable)
+            self.gradients = sum(sizes.gradient[i] for i in sizes.resident)
+            self.transit = max((sizes.gradient[i] for i in trainable), default=0)
+        else:
+            self.spilled = set()
+            self.gradients = max(sizes.largest_gradient, sum(sizes.gradient[i] for i in sizes.resident))
+            self.transit = 0
+        self.pipeline = self._chunk_nbytes(self.chunk_numel) if trainable else 0
+        self.minimum_nbytes = sum(term.nbytes for term in self.minimum_terms())
+
+    def _smallest_chunk(self) -> int:
+        largest = max((g.layout.numel for g in self._sizes.streamed), default=SHARD_ALIGN_NUMEL)
+        if self._request.chunk_nbytes is not None:
+            wanted = self._request.chunk_nbytes // max(self._sizes.state_per_element, 1)
+            return min(max(align_down(wanted, SHARD_ALIGN_NUMEL), SHARD_ALIGN_NUMEL), largest)
+        return min(_MIN_CHUNK_NUMEL, largest)
+
+    def _chunk_nbytes(self, numel: int) -> int:
+        return numel * self._sizes.chunk_per_element
+
+    def _pinned_nbytes(self) -> int:
+        shard, state = self._sizes.shard, self._sizes.state
+        return sum(shard[i] for i in self.pinned_params) + sum(state[i] for i in self.pinned_states)
+
+    def minimum_terms(self) -> list[Term]:
+        return self.terms()
+
+    def terms(self) -> list[Term]:
+        pinned = f"shards of {len(self.pinned_params)} and state of {len(self.pinned_states)} groups, for good"
+        held = "gradients held until step()" if self.synchronous else "gradients on their way into the update"
+        chunk = format_nbytes(self._chunk_nbytes(self.chunk_numel))
+        return [
+            Term("pinned", self._pinned_nbytes(), pinned),
+            Term("window", self.window, "parameter shards read ahead, in use, or being updated"),
+            Term("gradients", self.gradients, held),
+            Term("transit", self.transit, f"gradients to and from the swap file ({len(self.spilled)} groups spill)"),
+            Term("pipeline", self.pipeline, f"optimizer chunks of {chunk} being read, computed and written"),
+        ]
+
+    def _left(self) -> int:
+        return self._request.host_budget_nbytes - sum(term.nbytes for term in self.terms())
+
+    def give_out(self) -> None:
+        """Spend what the minimum leaves: smooth flow first, then no spilling, then pinning by value, then window."""
+        sizes = self._sizes
+        self._deepen_pipeline()
+        self._grow("window", 2 * sizes.largest_shard)
+        if self.synchronous:
+            self._grow("transit", 2 * self.transit)
+            self._hold_gradients()
+        else:
+            self._grow("gradients", 2 * max(sizes.unit_gradients, default=0))
+        self._grow("window", 4 * sizes.largest_shard)
+        self._pin(self.pinned_params, sizes.shard)
+        self._pin(self.pinned_states, sizes.state)
+        streamed = [g for g in sizes.streamed if g.index not in self.pinned_params]
+        self._grow("window", sum(g.shard_nbytes for g in streamed))
+        if not streamed:
+            self.window = 0
+
+    def _deepen_pipeline(self) -> None:
+        if not self.pipeline:
+            return
+        spare = self._left()
+        largest = max(g.layout.numel for g in self._sizes.streamed if g.trainable)
+        if self._request.chunk_nbytes is None:
+            per_element = self._sizes.state_per_element
+            target = min(align_down(_TARGET_CHUNK_NBYTES // per_element, SHARD_ALIGN_NUMEL), largest)
+            share = spare // 3  # the pipeline may take a third of what is spare
+            affordable = (self.pipeline + share) // (_PIPELINE_DEPTH * self._sizes.chunk_per_element)
+            self.chunk_numel = max(self.chunk_numel, min(target, align_down(affordable, SHARD_ALIGN_NUMEL)))
+        one = self._chunk_nbytes(self.chunk_numel)
+        available = self.pipeline + spare
+        self.pipeline = one * max(1, min(_PIPELINE_DEPTH, available // one))
+
+    def _grow(self, part: str, wanted: int) -> None:
+        current = getattr(self, part)
+        setattr(self, part, max(current, min(wanted, current + max(self._left(), 0))))
+
+    def _hold_gradients(self) -> None:
+        """Keep as many gradients as fit in host memory; none in transit if all do."""
+        sizes = self._sizes
+        everything = sum(sizes.gradient[i] for i in self.spilled)
+        if everything <= self._left() + self.transit:
+            self.gradients += everything
+            self.spilled.clear()
+            self.transit = 0
+            return
+        for index in sorted(self.spilled):
+            if sizes.gradient[index] <= self._left():
+                self.gradients += sizes.gradient[index]
+                self.spilled.discard(index)
+        self.notes.append(
+            f"gradients of {len(self.spilled)} groups do not fit in host memory and go through the swap file; "
+            "schedule='overlapped' avoids that where neither accumulation nor clipping is used"
+        )
+
+    def _pin(self, pinned: set[int], nbytes: Mapping[int, int]) -> None:
+        for group in self._sizes.streamed:
+            if group.index not in pinned and 0 < nbytes[group.index] <= self._left():
+                pinned.add(group.index)
+
+    def kept(self, *, from_end: bool) -> list[int]:
+        """Groups whose copies are kept across the turn (the last ones) or the step boundary (the first ones)."""
+        half = max(self.window // 2, self._sizes.largest_shard if self.window else 0)
+        chosen: list[int] = []
+        total = 0
+        streamed = [g for g in self._sizes.streamed if g.index not in self.pinned_params]
+        for group in reversed(streamed) if from_end else streamed:
+            total += group.shard_nbytes
+            if total > half:
+                break
+            chosen.append(group.index)
+        return chosen
+
+    def nvme_nbytes(self) -> int:
+        sizes = self._sizes
+        total = 0
+        for group in self._request.groups:
+            i = group.index
+            total += 0 if i in self.pinned_params else sizes.shard[i]
+            total += 0 if i in self.pinned_states else sizes.state[i]
+            total += sizes.gradient[i] if i in self.spilled else 0
+        return total

@@ -1,0 +1,279 @@
+"""The async read-ahead scheduler: keeps host copies of the parameter shards ahead of the training thread.
+
+Driven by the predicted order of accesses. From the position of the training thread it walks forward and submits reads
+in order while the window budget allows, never past a shard whose update is pending, and never past the end of a
+training iteration until the optimizer step of that iteration has been submitted (what lies beyond may still change).
+An access that was not predicted costs one demand read, which overtakes everything and may evict the copy that is
+needed last.
+
+[Note: what is kept]
+The last shards of a forward are the first of the backward, and the first shards of a forward are the last that a
+backward updates. Copies marked `keep_at_turn` stay in memory from forward to backward, those marked
+`keep_at_boundary` from the update to the next forward. Which ones is fixed by the placement, not by what happens to
+be in memory, so the bytes read in a step are a closed form.
+
+Everything here runs on one asyncio loop, whose time it uses; nothing blocks and nothing touches autograd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from infinity.devices.base import Fence
+from infinity.errors import PlacementError
+from infinity.order import Access, Mode, Phase
+from infinity.residency import CopyState, HostCopy
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.types import Priority, Ticket, TrafficTag
+
+
+class ShardReader(Protocol):
+    """The part of `storage.store.ShardStore` that read-ahead needs."""
+
+    def submit_read(
+        self,
+        key: str,
+        memory: memoryview,
+        *,
+        offset: int = 0,
+        priority: Priority = Priority.READ_AHEAD,
+        tag: TrafficTag,
+        payload_nbytes: int | None = None,
+    ) -> Ticket: ...
+
+
+class ReadAhead:
+    """Decides which shard is read when. Single writer of every `HostCopy` outside an update.
+
+    Args:
+        store: where shards are read from; None when every shard is placed in host memory.
+        pool: host memory for the copies.
+        window: how many bytes of copies may be held.
+        copies: one per group, by group index.
+        groups_of_unit: for every unit, the indices of the groups it gathers.
+        keep_after_backward: whether an update follows at once and wants the copy (the overlapped schedule).
+    """
+
+    def __init__(
+        self,
+        *,
+        store: ShardReader | None,
+        pool: HostPool,
+        window: TierBudget,
+        copies: Sequence[HostCopy],
+        groups_of_unit: Sequence[Sequence[int]],
+        keep_after_backward: bool,
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._window = window
+        self._copies = copies
+        self._groups_of_unit = groups_of_unit
+        self._keep_after_backward = keep_after_backward
+        self._trace: tuple[Access, ...] = ()
+        self._position = 0
+        self._mode = Mode.TRAIN
+        self._barrier_open = False
+        self._stopped = False
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.step = 0
+        self.counts: Counter[str] = Counter()  # reads by how they came about: "ahead", "demand"
+        self.on_failure: Callable[[BaseException], None] | None = None
+
+    # Messages from the training thread -------------------------------------------------------------------------
+
+    def begin(self, mode: Mode, trace: tuple[Access, ...], position: int) -> None:
+        """An outermost forward starts."""
+        self._mode = mode
+        self._barrier_open = False
+        self._drop_strays()
+        self.moved(trace, position)
+
+    def moved(self, trace: tuple[Access, ...], position: int) -> None:
+        """The training thread is at `trace[position]`; everything before it has been consumed or is in use."""
+        self._trace, self._position = trace, position
+        self.advance()
+
+    def consumed(self, index: int, phase: Phase, fence: Fence | None = None) -> None:
+        """The training thread has submitted the copy to the device; its claim ends once `fence` has passed."""
+        if fence is not None and not fence.done:
+            task = asyncio.create_task(self._consumed_after(index, phase, fence))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        copy = self._copies[index]
+        copy.unclaim()
+        self._settle(copy)
+        if not copy.pinned and copy.state is CopyState.CLEAN:
+            if self._is_kept(copy, phase):
+                copy.awaits_update = phase is Phase.BACKWARD and copy.group.trainable
+            else:
+                copy.drop()
+        self._wake()
+        self.advance()
+
+    def step_submitted(self, step: int) -> None:
+        """Every update of the step is under way: reads may go on into the next iteration, which is `step`."""
+        self.step = step
+        self._barrier_open = True
+        self.advance()
+
+    async def demand(self, index: int) -> None:
+        """Make sure that the shard is here or on its way, and claim it for the training thread.
+
+        Raises:
+            PlacementError: the window cannot hold the shard although nothing else is left to evict.
+        """
+        copy = self._copies[index]
+        while not copy.claim():
+            if not copy.update.done:
+                await copy.update
+            elif copy.state is CopyState.WRITING:
+                await self.wait_change()
+            elif copy.state is CopyState.FAILED:
+                copy.raise_lost_update()
+                copy.drop()  # a read failed before; this one is another try
+            elif not self._try_read(copy, Priority.DEMAND):
+                await self._make_room(copy)
+
+    # Policy ----------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Submit reads for what comes next, in order, as far as the window allows."""
+        if self._stopped:
+            return
+        for access in self._upcoming():
+            for index in self._groups_of_unit[access.unit]:
+                copy = self._copies[index]
+                if copy.pinned or copy.state in (CopyState.READING, CopyState.CLEAN):
+                    continue
+                if not copy.update.done:
+                    return
+                if copy.state is not CopyState.ABSENT:
+                    if copy.keep_at_boundary:
+                        continue
+                    return
+                if not self._try_read(copy, Priority.READ_AHEAD):
+                    return
+
+    def stop(self) -> None:
+        """Submit no more reads: the engine is closing or its iteration was reset."""
+        self._stopped = True
+
+    def updated(self, copy: HostCopy) -> None:
+        """The new bytes of a shard have landed in the swap file: keep the copy or give its memory back."""
+        if copy.state is CopyState.WRITING:
+            if copy.keep_at_boundary:
+                copy.written()
+            else:
+                copy.drop()
+        self._wake()
+        self.advance()
+
+    async def _consumed_after(self, index: int, phase: Phase, fence: Fence) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, fence.wait)
+        finally:
+            self.consumed(index, phase)
+
+    def _is_kept(self, copy: HostCopy, phase: Phase) -> bool:
+        if self._mode is not Mode.TRAIN:
+            return copy.keep_at_boundary
+        if phase is Phase.FORWARD:
+            return copy.keep_at_turn
+        return copy.keep_at_boundary or (self._keep_after_backward and copy.group.trainable)
+
+    def _upcoming(self) -> Iterator[Access]:
+        """Accesses from the position on, at most one round; past the end only when what lies there is settled."""
+        length = len(self._trace)
+        for distance in range(length):
+            place = self._position + distance
+            if place >= length and self._mode is Mode.TRAIN and not self._barrier_open:
+                return
+            yield self._trace[place % length]
+
+    def _try_read(self, copy: HostCopy, priority: Priority) -> bool:
+        if self._store is None:
+            raise PlacementError(f"{copy.group.key} is in host memory and cannot be read: {copy.describe()}")
+        group = copy.group
+        reservation = self._window.try_reserve(group.shard_nbytes, group.key)
+        if reservation is None:
+            return False
+        lease = self._pool.lease(group.shard_nbytes, group.key)
+        kind = "param" if self._mode is Mode.TRAIN else "param_eval"
+        payload_nbytes = group.layout.payload_numel * group.shard_dtype.itemsize
+        ticket = self._store.submit_read(
+            group.key,
+            lease.memory,
+            priority=priority,
+            tag=TrafficTag(kind, self.step),
+            payload_nbytes=payload_nbytes,
+        )
+        copy.begin_read(lease, reservation, ticket)
+        self.counts["demand" if priority is Priority.DEMAND else "ahead"] += 1
+        loop = asyncio.get_running_loop()
+        ticket.add_done_callback(lambda _: call_on_loop(loop, self._settle_read, copy, ticket))
+        return True
+
+    def _settle_read(self, copy: HostCopy, ticket: Ticket) -> None:
+        if copy.ticket is ticket:
+            self._settle(copy)
+        self._wake()
+
+    def _settle(self, copy: HostCopy) -> None:
+        """Bring the state of a finished read up to date; the training thread may be faster than the callback."""
+        if copy.state is not CopyState.READING or not copy.ticket.done:
+            return
+        error = copy.ticket.exception
+        if error is None:
+            copy.landed()
+            return
+        copy.fail()
+        if self.on_failure is not None:
+            self.on_failure(error)
+
+    async def _make_room(self, wanted: HostCopy) -> None:
+        """Evict the clean copy that is needed last, or wait until something in flight has settled."""
+        distance = {}
+        for number, access in enumerate(self._upcoming()):
+            for index in self._groups_of_unit[access.unit]:
+                distance.setdefault(index, number)
+        held = [c for c in self._copies if not c.pinned and c.lease is not None and c is not wanted]
+        victims = [c for c in held if c.state is CopyState.CLEAN and not c.is_claimed and c.update.done]
+        victims.sort(key=lambda c: distance.get(c.group.index, len(self._trace)), reverse=True)
+        for victim in victims:
+            if victim.drop():
+                return
+        if not held:
+            raise PlacementError(
+                f"the read-ahead window of {self._window.limit_nbytes} bytes cannot hold {wanted.group.key} "
+                f"({wanted.group.shard_nbytes} bytes); held: {self._window.holders()}"
+            )
+        await self.wait_change()
+
+    def _drop_strays(self) -> None:
+        """Copies kept for an update that never came (no gradient reached the shard) have no further use."""
+        for copy in self._copies:
+            if copy.awaits_update and copy.update.done and copy.state is CopyState.CLEAN:
+                copy.awaits_update = False
+                if not copy.keep_at_boundary:
+                    copy.drop()
+
+    async def wait_change(self) -> None:
+        """Until some copy has changed its state."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+
+def call_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
+    """Run `function` on the loop soon; nothing happens when the loop is already closed."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(function, *args)

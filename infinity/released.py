@@ -1,0 +1,170 @@
+"""What a module holds in place of a parameter: the real one while gathered, a refusing stand-in while released.
+
+[Note: released parameters]
+Reading a tensor whose storage was freed is a segmentation fault on CPU, and a `meta` tensor in its place computes
+silent garbage. So a module never holds a freed parameter: it holds a `ReleasedParameter`, a wrapper subclass without
+data that counts as an `nn.Parameter`, answers questions about metadata (shape, dtype, device, requires_grad) and
+hands every other operation to the engine, which gathers on use inside a forward and refuses outside one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import NotGatheredError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from infinity.groups import FlatGroup
+
+
+Owners = list[tuple[nn.Module, str]]
+
+
+class Access(Protocol):
+    """What a released parameter asks of its engine when an operation touches it."""
+
+    def use_released(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run `func` with the released arguments gathered, or raise NotGatheredError."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterRef:
+    """Which slot of which group a parameter object stands for."""
+
+    group: FlatGroup
+    slot: int
+    access: Access
+
+    @property
+    def name(self) -> str:
+        return self.group.layout.slots[self.slot].name
+
+
+class OffloadedParameter(nn.Parameter):
+    """The real parameter: a leaf, one object for the whole run, a view of its group's flat buffer."""
+
+    ref: ParameterRef
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _refuse(self.ref.name, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self.ref.name, "pickle")
+
+
+def _refuse(name: str, operation: str) -> NoReturn:
+    raise NotGatheredError(
+        f"{operation} on parameter {name!r}, whose data is not here: it is offloaded and gathered only while its module "
+        "runs. Read or edit it inside `with infinity.gathered(module):`"
+    )
+
+
+_TENSOR = torch.Tensor
+_METADATA_PROPERTIES = (
+    "shape dtype device requires_grad ndim is_leaf is_meta layout nbytes itemsize grad_fn _backward_hooks is_cuda "
+    "is_cpu is_sparse is_quantized is_mkldnn is_nested is_xla is_mps is_xpu retains_grad names _version output_nr"
+).split()
+_METADATA_METHODS = (
+    "numel size dim is_floating_point is_complex __hash__ element_size stride is_contiguous type __len__ nelement "
+    "ndimension is_signed is_inference get_device _is_view is_pinned is_shared"
+).split()
+
+
+def _metadata_functions() -> frozenset[Any]:
+    getters = {getattr(_TENSOR, n).__get__ for n in _METADATA_PROPERTIES if hasattr(_TENSOR, n)}
+    return frozenset(getters | {getattr(_TENSOR, n) for n in _METADATA_METHODS if hasattr(_TENSOR, n)})
+
+
+_METADATA = _metadata_functions()
+_GRAD_GET = _TENSOR.grad.__get__  # type: ignore[attr-defined]
+_GRAD_SET = _TENSOR.grad.__set__  # type: ignore[attr-defined]
+_REQUIRES_GRAD_SET = _TENSOR.requires_grad.__set__
+
+
+class ReleasedParameter(torch.Tensor):
+    """A parameter whose data is elsewhere: metadata only; everything else gathers on use or refuses."""
+
+    ref: ParameterRef
+    _is_param: bool
+
+    @staticmethod
+    def __new__(
+        cls, ref: ParameterRef, shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> ReleasedParameter:
+        self: ReleasedParameter = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        self.ref = ref
+        self._is_param = True
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is _GRAD_GET:
+            return None
+        if func is _GRAD_SET:
+            if args[1] is None:
+                return None
+            _refuse(args[0].ref.name, "setting .grad")
+        if func is _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
+            return _keep_requires_grad(func, args, kwargs)
+        return first_released(args, kwargs).ref.access.use_released(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        _refuse(first_released(args, kwargs or {}).ref.name, str(func))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ReleasedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _refuse(self.ref.name, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self.ref.name, "pickle")
+
+
+def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    parameter = args[0]
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    if bool(wanted) != parameter.requires_grad:
+        raise UnsupportedModelError(
+            f"requires_grad of offloaded parameter {parameter.ref.name!r} cannot change: whether it trains decides where "
+            "its state lies. Freeze or unfreeze before infinity.offload"
+        )
+    return parameter if func is _TENSOR.requires_grad_ else None
+
+
+def first_released(args: Sequence[Any], kwargs: dict[str, Any]) -> ReleasedParameter:
+    """The first released parameter among the arguments of an operation, looking into lists and dicts."""
+    from torch.utils._pytree import tree_leaves
+
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, ReleasedParameter):
+            return leaf
+    raise NotGatheredError("an operation touched a released parameter in a way that cannot be seen")
+
+
+def ref_of(parameter: torch.Tensor) -> ParameterRef | None:
+    """The slot a parameter stands for, or None when it is not an offloaded one."""
+    if isinstance(parameter, (OffloadedParameter, ReleasedParameter)):
+        return parameter.ref
+    return None

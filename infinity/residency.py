@@ -1,0 +1,172 @@
+"""Residency: where the shard of every group is now, as one explicit state machine per shard.
+
+    ABSENT ──begin_read──▶ READING ──landed──▶ CLEAN ──begin_update──▶ UPDATING ──updated──▶ WRITING ──written──▶ CLEAN
+       ▲                                         │                                              │
+       └─────────────────── drop ────────────────┴──────────── written, not to be kept ─────────┘
+    any transition in progress ──fail──▶ FAILED ──drop──▶ ABSENT
+
+A host copy is *clean* when the swap file holds the same bytes. Shards placed in host memory for good have no swap
+file behind them: their copy is born CLEAN and goes UPDATING → CLEAN.
+
+Only the I/O loop moves a copy from state to state. The training thread *claims* a copy before it looks at the bytes;
+a claimed copy is not dropped. The lock that makes a claim and a drop exclude each other is held for a flag check.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from enum import Enum
+
+import torch
+
+from infinity.errors import InfinityError
+from infinity.groups import FlatGroup
+from storage.budget import Reservation
+from storage.pool import Lease
+from storage.types import Ticket
+
+_HISTORY = 8
+
+
+class CopyState(Enum):
+    """State of the host copy of one shard."""
+
+    ABSENT = "absent"
+    READING = "reading"
+    CLEAN = "clean"
+    UPDATING = "updating"
+    WRITING = "writing"
+    FAILED = "failed"
+
+
+_ALLOWED: dict[CopyState, tuple[CopyState, ...]] = {
+    CopyState.ABSENT: (CopyState.READING,),
+    CopyState.READING: (CopyState.CLEAN, CopyState.FAILED, CopyState.ABSENT),
+    CopyState.CLEAN: (CopyState.UPDATING, CopyState.ABSENT, CopyState.FAILED),
+    CopyState.UPDATING: (CopyState.WRITING, CopyState.CLEAN, CopyState.FAILED),
+    CopyState.WRITING: (CopyState.CLEAN, CopyState.ABSENT, CopyState.FAILED),
+    CopyState.FAILED: (CopyState.ABSENT,),
+}
+
+
+class ResidencyError(InfinityError):
+    """A transition that the state machine does not allow: a bug of the engine. Carries the history of the shard."""
+
+
+class HostCopy:
+    """The host copy of one group's shard."""
+
+    def __init__(self, group: FlatGroup, *, pinned: bool) -> None:
+        self.group = group
+        self.pinned = pinned  # placed in host memory for good
+        self.keep_at_turn = False
+        self.keep_at_boundary = False
+        self.awaits_update = False  # kept after backward because an update is expected to follow
+        self.lost_update: BaseException | None = None  # why the newest bytes could not be written
+        self.state = CopyState.ABSENT
+        self.ticket = Ticket.completed(group.key)  # completes when the transition in progress does
+        self.update = Ticket.completed(group.key)  # completes when no update of the shard is pending
+        self.lease: Lease | None = None
+        self.reservation: Reservation | None = None
+        self.history: deque[CopyState] = deque([CopyState.ABSENT], maxlen=_HISTORY)
+        self._claims = 0
+        self._claim_lock = threading.Lock()
+
+    def claim(self) -> bool:
+        """Keep the copy from being dropped while its bytes are used. False when it is not there to be used.
+
+        Bytes still being written behind may be used only if the copy will be kept: what a run reads from the swap
+        file must not depend on how fast a write landed.
+        """
+        with self._claim_lock:
+            usable = self.state in (CopyState.READING, CopyState.CLEAN) or (
+                self.state is CopyState.WRITING and self.keep_at_boundary
+            )
+            if usable and self.update.done:
+                self._claims += 1
+                return True
+            return False
+
+    def unclaim(self) -> None:
+        with self._claim_lock:
+            self._claims -= 1
+
+    @property
+    def is_claimed(self) -> bool:
+        return self._claims > 0
+
+    def begin_read(self, lease: Lease, reservation: Reservation | None, ticket: Ticket) -> None:
+        self.lease, self.reservation, self.ticket = lease, reservation, ticket
+        self._move(CopyState.READING)
+
+    def landed(self) -> None:
+        self._move(CopyState.CLEAN)
+
+    def begin_update(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.awaits_update = False
+        self._move(CopyState.UPDATING)
+
+    def updated(self, written: Ticket) -> None:
+        """The new bytes are final; `written` completes when the swap file holds them too."""
+        self.ticket = written
+        self._move(CopyState.CLEAN if self.pinned else CopyState.WRITING)
+
+    def written(self) -> None:
+        self._move(CopyState.CLEAN)
+
+    def drop(self) -> bool:
+        """Give the memory back. Idempotent. False, and nothing happens, while the copy is claimed."""
+        with self._claim_lock:
+            if self._claims:
+                return False
+            if self.state is not CopyState.ABSENT:
+                self._move(CopyState.ABSENT)
+        self._free()
+        return True
+
+    def fail(self) -> None:
+        """The transition in progress failed. The bytes stay in memory until `drop`."""
+        if self.state is not CopyState.FAILED:
+            self._move(CopyState.FAILED)
+
+    def raise_lost_update(self) -> None:
+        """Raise what kept the newest bytes of the shard from being written, if anything did."""
+        if self.lost_update is not None:
+            raise self.lost_update
+
+    def discard(self) -> None:
+        """Give the memory back whatever the state: the engine is closing and nothing is in flight any more."""
+        self.state = CopyState.ABSENT
+        self.history.append(self.state)
+        self._free()
+
+    @property
+    def memory(self) -> memoryview:
+        """The shard's bytes in host memory."""
+        if self.lease is None:
+            raise ResidencyError(f"{self.group.key} has no host copy: {self.describe()}")
+        return self.lease.memory
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The shard as a 1-D tensor of its stored dtype, a view of the host memory."""
+        return torch.frombuffer(self.memory, dtype=self.group.shard_dtype, count=self.group.layout.numel)
+
+    def describe(self) -> str:
+        return f"{self.group.key}: {' → '.join(state.value for state in self.history)}"
+
+    def _free(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+        if self.reservation is not None:
+            self.reservation.release()
+            self.reservation = None
+
+    def _move(self, to: CopyState) -> None:
+        if to not in _ALLOWED[self.state]:
+            raise ResidencyError(f"host copy of {self.describe()} cannot become {to.value}")
+        self.state = to
+        self.history.append(to)

@@ -1,0 +1,188 @@
+"""Units: which parameters are gathered together.
+
+The outermost repeated blocks of a model (children of one class in a `ModuleList`, `Sequential` or `ModuleDict`) are
+units; so is every other module that owns at least `resident_threshold` bytes of parameters itself. What is left is
+packed into one *resident* unit that stays on the device. A unit gathers its whole subtree, because modules such as
+`nn.MultiheadAttention` read the parameters of children whose forward they never call.
+
+A parameter that several modules share belongs to the first unit that holds it and is *borrowed* by the others: one
+shard, several users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from infinity.errors import UnsupportedModelError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_MIN_REPEATS = 2
+
+
+@dataclass(slots=True)
+class Owned:
+    """One parameter of the model and every (module, attribute) that holds it. The first name is its name."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+@dataclass(slots=True)
+class UnitSpec:
+    """What one unit holds: `own` parameters live in its shards, `borrowed` ones in another unit's."""
+
+    name: str
+    module: nn.Module
+    own: list[Owned]
+    borrowed: list[Owned]
+    resident: bool = False
+
+
+def find_parameters(model: nn.Module) -> list[Owned]:
+    """Every parameter of the model once, in module order, with all its owners."""
+    found: dict[int, Owned] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            entry = found.setdefault(id(parameter), Owned(name, parameter))
+            entry.owners.append((module, attribute))
+    return list(found.values())
+
+
+def partition(
+    model: nn.Module, *, resident_threshold_nbytes: int, unit_classes: Sequence[str | type[nn.Module]] = ()
+) -> list[UnitSpec]:
+    """Partition the model's parameters into units, in module order; the resident unit, if any, comes last.
+
+    Args:
+        model: the module whose forward is the outermost one.
+        resident_threshold_nbytes: a module outside the blocks that owns fewer bytes stays on the device.
+        unit_classes: classes, or their names, whose outermost instances are the blocks; empty finds repeated blocks.
+
+    Raises:
+        UnsupportedModelError: `unit_classes` matches nothing, or a parameter is a lazy or subclassed tensor.
+    """
+    parameters = find_parameters(model)
+    _refuse_unsupported(parameters)
+    blocks = list(_match_blocks(model, unit_classes) if unit_classes else _repeated_blocks(model, ""))
+    if unit_classes and not blocks:
+        wanted = ", ".join(c if isinstance(c, str) else c.__name__ for c in unit_classes)
+        raise UnsupportedModelError(f"unit_classes names {wanted}, but no module of the model is of such a class")
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    chosen = blocks + list(_large_owners(model, inside, resident_threshold_nbytes))
+    order = {id(m): position for position, m in enumerate(model.modules())}
+    chosen.sort(key=lambda pair: order[id(pair[1])])
+    return _assign(model, parameters, chosen)
+
+
+def _refuse_unsupported(parameters: Sequence[Owned]) -> None:
+    for entry in parameters:
+        if isinstance(entry.parameter, nn.parameter.UninitializedParameter):
+            raise UnsupportedModelError(
+                f"parameter {entry.name!r} is lazy and has no shape yet; run one forward before offloading the model"
+            )
+        if type(entry.parameter) is not nn.Parameter:
+            raise UnsupportedModelError(
+                f"parameter {entry.name!r} is a {type(entry.parameter).__name__}; only plain nn.Parameter can be "
+                "offloaded. A model can be offloaded once; tensor subclasses have to be converted first"
+            )
+        if entry.parameter.is_sparse or entry.parameter.is_complex():
+            raise UnsupportedModelError(
+                f"parameter {entry.name!r} is sparse or complex; convert it to a dense real tensor first"
+            )
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Outermost children that occur at least twice, by class, in one container."""
+    counts: dict[type[nn.Module], int] = {}
+    if isinstance(module, _CONTAINERS):
+        for child in module.children():
+            if _has_parameters(child):
+                counts[type(child)] = counts.get(type(child), 0) + 1
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if counts.get(type(child), 0) >= _MIN_REPEATS and not isinstance(child, _CONTAINERS):
+            yield path, child
+        else:
+            yield from _repeated_blocks(child, path)
+
+
+def _match_blocks(model: nn.Module, unit_classes: Sequence[str | type[nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    names = {c for c in unit_classes if isinstance(c, str)}
+    classes = tuple(c for c in unit_classes if not isinstance(c, str))
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if type(child).__name__ in names or isinstance(child, classes):
+                yield path, child
+            else:
+                yield from walk(child, path)
+
+    return walk(model, "")
+
+
+def _large_owners(model: nn.Module, inside: set[int], threshold_nbytes: int) -> Iterator[tuple[str, nn.Module]]:
+    """Modules outside the blocks that own many bytes themselves; each takes the rest of its subtree with it."""
+    taken: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in inside or id(module) in taken:
+            continue
+        own = [p for p in module._parameters.values() if p is not None]
+        if own and sum(p.numel() * p.element_size() for p in own) >= threshold_nbytes:
+            taken.update(id(m) for m in module.modules())
+            yield name, module
+
+
+def _assign(
+    model: nn.Module, parameters: Sequence[Owned], chosen: Sequence[tuple[str, nn.Module]]
+) -> list[UnitSpec]:
+    owned_by: dict[int, UnitSpec] = {}
+    chosen_ids = {id(module) for _, module in chosen}
+    specs = []
+    by_id = {id(entry.parameter): entry for entry in parameters}
+    for name, module in chosen:
+        spec = UnitSpec(name, module, [], [])
+        for parameter in _own_subtree(module, chosen_ids):
+            entry = by_id[id(parameter)]
+            if id(parameter) in owned_by:
+                spec.borrowed.append(entry)
+            else:
+                owned_by[id(parameter)] = spec
+                spec.own.append(entry)
+        if spec.own or spec.borrowed:
+            specs.append(spec)
+    rest = [entry for entry in parameters if id(entry.parameter) not in owned_by]
+    if rest:
+        specs.append(UnitSpec("resident", model, rest, [], resident=True))
+    return specs
+
+
+def _own_subtree(module: nn.Module, chosen_ids: set[int]) -> list[nn.Parameter]:
+    """Parameters of the subtree without nested units, each once, in module order."""
+    seen: dict[int, nn.Parameter] = {}
+
+    def walk(part: nn.Module) -> None:
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                seen.setdefault(id(parameter), parameter)
+        for child in part.children():
+            if id(child) not in chosen_ids:
+                walk(child)
+
+    walk(module)
+    return list(seen.values())
