@@ -1,0 +1,106 @@
+"""What one optimizer update is made of: hyperparameters, pieces of a chunk, parts of the state record."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+CUT_NUMEL = 64
+"""Slots start, and chunks are cut, at multiples of this many elements.
+
+[Note: cuts at 64] Vectorised kernels treat the last few elements of a span with scalar code that may round differently.
+With every cut on a multiple of all vector widths, the tail of a parameter is the same elements however it is cut.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWHyper:
+    """Hyperparameters of one parameter group, named as in `torch.optim.AdamW`."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateField:
+    """One part of the optimizer's state record: as many elements as the parameter, of `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The span [start, stop) of a chunk, in elements, that belongs to one parameter.
+
+    `start` is a multiple of `CUT_NUMEL`, and so is `stop` unless the parameter ends there. `step` is the 1-based number
+    of this update of the parameter.
+    """
+
+    start: int
+    stop: int
+    step: int
+    hyper: AdamWHyper
+
+
+class Kernel(Protocol):
+    """The arithmetic of one precision. Releases the GIL, keeps no state of its own, bits independent of the cuts."""
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of the stored parameter shard: fp32, or bf16 (the high half of the split master)."""
+
+    @property
+    def fields(self) -> tuple[StateField, ...]:
+        """The parts of the state record, in order."""
+
+    def warm_up(self) -> None:
+        """Compile or load what the first update would otherwise wait for."""
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: Sequence[Tensor], pieces: Sequence[Piece], grad_scale: Tensor | None
+    ) -> None:
+        """One optimizer update of the pieces of a chunk, in place.
+
+        All tensors are 1-D, contiguous, on the CPU and equally long: `param` of `param_dtype`, `grad` fp32, `state` as
+        in `fields`. Elements outside the pieces are left alone. `grad_scale` (0-dim fp32) multiplies the gradient, with
+        the bits of `grad.mul_(grad_scale)`; `grad` may hold the product afterwards. Raises ValueError for operands that
+        do not fit together.
+        """
+
+
+def check_update(
+    param: Tensor,
+    grad: Tensor,
+    state: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    *,
+    param_dtype: torch.dtype,
+    fields: Sequence[StateField],
+) -> None:
+    """Refuse operands a kernel would silently misread; kernels write through raw pointers. Raises ValueError."""
+    if len(state) != len(fields):
+        raise ValueError(f"state has {len(state)} parts, the kernel needs {[field.name for field in fields]}")
+    wanted = [("param", param, param_dtype), ("grad", grad, torch.float32)]
+    wanted += [(field.name, part, field.dtype) for field, part in zip(fields, state, strict=True)]
+    for name, tensor, dtype in wanted:
+        if tensor.dtype != dtype or tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
+            found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{name}: a contiguous 1-D {dtype} tensor on the CPU is needed, got {found}")
+        if tensor.numel() != param.numel():
+            raise ValueError(f"{name} has {tensor.numel()} elements, param has {param.numel()}")
+    end = 0
+    for piece in pieces:
+        if piece.start < end or piece.start > piece.stop or piece.stop > param.numel():
+            raise ValueError(f"{piece} overlaps the one before it or leaves the chunk of {param.numel()} elements")
+        if piece.start % CUT_NUMEL:
+            raise ValueError(f"{piece} starts off the grid of {CUT_NUMEL} elements")
+        if piece.step < 1:
+            raise ValueError(f"{piece}: updates are counted from 1")
+        end = piece.stop

@@ -1,0 +1,115 @@
+"""AdamW on bf16 parameters with a split fp32 master: [Note: split master] in splitmaster.py."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from infinity.optim.hyper import CUT_NUMEL, AdamWHyper, Piece, StateField, check_update
+from infinity.optim.kernel_threads import KernelThreads
+from infinity.optim.onepass import COEFFICIENTS, compiled_update
+
+_LEAST_NUMEL_PER_THREAD = 1 << 17  # a hop to another thread costs about as much as this many elements
+
+
+class SplitMasterAdamW:
+    """`Kernel` for bf16: reads gradient, both halves and both moments once and writes all but the gradient back.
+
+    `threads` stays the caller's; without it all work is done on the calling thread. The bits do not depend on it. The
+    payload of NaNs in the moments is not specified.
+    """
+
+    param_dtype = torch.bfloat16
+    fields = (
+        StateField("low", torch.int16),
+        StateField("exp_avg", torch.float32),
+        StateField("exp_avg_sq", torch.float32),
+    )
+
+    def __init__(self, threads: KernelThreads | None = None) -> None:
+        self._threads = threads
+
+    def warm_up(self) -> None:
+        """Load the compiled kernel, or compile it (about a second, once per machine)."""
+        compiled_update()
+
+    def update(
+        self, param: Tensor, grad: Tensor, state: Sequence[Tensor], pieces: Sequence[Piece], grad_scale: Tensor | None
+    ) -> None:
+        """Update `param` (bf16) and `state` in place; `grad` (fp32) is read only. See `Kernel.update`."""
+        check_update(param, grad, state, pieces, param_dtype=self.param_dtype, fields=self.fields)
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        bounds = np.array([(piece.start, piece.stop) for piece in pieces], dtype=np.int64).reshape(-1, 2)
+        coefficients = _coefficients(pieces, scale)
+        low, *moments = state
+        arrays = (_array(param, torch.int16).view(np.uint16), _array(low), _array(grad), *map(_array, moments))
+        update = compiled_update()
+        shares = _shares(bounds, self._count_for(int((bounds[:, 1] - bounds[:, 0]).sum())))
+        parts = [partial(update, *arrays, spans, coefficients[rows]) for spans, rows in shares]
+        if self._threads is None or len(parts) == 1:
+            for part in parts:
+                part()
+        else:
+            self._threads.run(parts)
+
+    def _count_for(self, numel: int) -> int:
+        most = 1 if self._threads is None else self._threads.count
+        return max(1, min(most, numel // _LEAST_NUMEL_PER_THREAD))
+
+
+def _array(tensor: Tensor, as_dtype: torch.dtype | None = None) -> npt.NDArray[np.generic]:
+    """The tensor's memory as a numpy array, no copy; numpy has no bf16, hence `as_dtype`."""
+    tensor = tensor.detach()
+    array: npt.NDArray[np.generic] = (tensor if as_dtype is None else tensor.view(as_dtype)).numpy()
+    return array
+
+
+def _coefficients(pieces: Sequence[Piece], scale: float) -> npt.NDArray[np.float32]:
+    rows = {key: _row(*key, scale) for key in {(piece.hyper, piece.step) for piece in pieces}}
+    table = np.array([rows[piece.hyper, piece.step] for piece in pieces], dtype=np.float32)
+    return table.reshape(-1, len(COEFFICIENTS))
+
+
+def _row(hyper: AdamWHyper, step: int, scale: float) -> tuple[float, ...]:
+    """One row of the table: computed in double precision, rounded to fp32 once, as torch's fused kernel does."""
+    lerp_weight = float(np.float32(1 - hyper.beta1))
+    lerp_from_grad = lerp_weight >= 0.5  # torch's lerp: exact at both ends
+    return (
+        -scale if hyper.maximize else scale,
+        1 - hyper.lr * hyper.weight_decay,
+        lerp_weight - 1 if lerp_from_grad else lerp_weight,
+        float(lerp_from_grad),
+        hyper.beta2,
+        1 - hyper.beta2,
+        math.sqrt(1 - hyper.beta2**step),
+        hyper.eps,
+        -(hyper.lr / (1 - hyper.beta1**step)),
+    )
+
+
+def _shares(
+    bounds: npt.NDArray[np.int64], count: int
+) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | slice]]:
+    """`bounds` cut into `count` runs of about equal length, on the grid of `CUT_NUMEL`: (spans, their rows) each."""
+    if count == 1:
+        return [(bounds, slice(None))]
+    share = -(-int((bounds[:, 1] - bounds[:, 0]).sum()) // count)
+    share += -share % CUT_NUMEL
+    spans: list[list[tuple[int, int, int]]] = [[]]
+    room = share
+    for row, (first, last) in enumerate(bounds.tolist()):
+        at = first
+        while at < last:
+            if room <= 0:
+                spans.append([])
+                room = share
+            end = min(last, at + room + -room % CUT_NUMEL)
+            spans[-1].append((at, end, row))
+            room -= end - at
+            at = end
+    tables = [np.array(part, dtype=np.int64) for part in spans]
+    return [(np.ascontiguousarray(table[:, :2]), table[:, 2]) for table in tables]
