@@ -1,7 +1,7 @@
 """The one place that touches torch interfaces without a stability promise, for torch >= 2.6."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -41,9 +41,13 @@ def fused_adamw_(
     )
 
 
-def preserve_version_counter(*tensors: Tensor) -> AbstractContextManager[None]:
+@contextmanager
+def preserve_version_counter(*tensors: Tensor) -> Iterator[None]:
     """Writes to `tensors` inside the block do not count as modifications for autograd."""
-    return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)
+    with ExitStack() as stack:
+        for tensor in tensors:  # one by one: not every version takes several
+            stack.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor))
+        yield
 
 
 def cpu_has_fast_bf16() -> bool:

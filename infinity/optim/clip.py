@@ -14,8 +14,8 @@ from torch import Tensor
 def parameter_norm(grad: Tensor) -> Tensor:
     """Euclidean norm of one parameter's gradient, 0-dim. A contiguous flat view gives the bits of the shaped tensor.
 
-    The gradient must be whole: norms of parts do not add up to the same bits. torch cuts long sums by its number of
-    threads, so compute it where `torch.get_num_threads()` is that of the loop to be matched.
+    The gradient must be whole: norms of parts do not add up to the same bits. The calling thread and the number of
+    torch's threads do not matter; the tests pin that.
     """
     norm: Tensor = torch.linalg.vector_norm(grad, 2.0)
     return norm

@@ -78,9 +78,11 @@ def test_norm_of_a_flat_view_is_that_of_the_tensor(shape: tuple[int, ...], slack
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
 def test_matches_torch_at_every_thread_count(threads: int) -> None:
     grads = gradients([(1_000_003,), (100_003,), (37,)])
+    alone = [parameter_norm(grad) for grad in grads]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        assert all(same_bits(parameter_norm(grad), norm) for grad, norm in zip(grads, alone, strict=True))
         expected_norm, _ = clipped_by_torch(grads, 1.0)
         assert same_bits(total_norm([parameter_norm(view) for view in flat_views(grads)]), expected_norm)
     finally:

@@ -12,6 +12,7 @@ from infinity.optim.clip import clip_coefficient, parameter_norm, total_norm
 from infinity.optim.hyper import CUT_NUMEL, AdamWHyper, Kernel, Piece
 from infinity.optim.kernels import kernel_for
 from infinity.optim.kernels_fp32 import FusedAdamW
+from infinity.torch_compat import cpu_has_fast_bf16, preserve_version_counter
 
 ODD_SIZES = (1, 37, 63, 64, 65, 513, 1_000_003)
 SMALL_SIZES = (1, 37, 63, 64, 65, 513, 10_007)
@@ -225,3 +226,12 @@ def test_kernels_say_what_they_store() -> None:
     assert [field.name for field in bf16.fields] == ["low", "exp_avg", "exp_avg_sq"]
     assert (fp32.param_dtype, bf16.param_dtype) == (torch.float32, torch.bfloat16)
     fp32.warm_up()
+
+
+def test_writes_under_the_preserved_counter_are_invisible_to_autograd() -> None:
+    first, second, watched = torch.zeros(3), torch.zeros(3), torch.zeros(3)
+    with preserve_version_counter(first, second):
+        for tensor in (first, second, watched):
+            tensor.copy_(torch.ones(3))
+    assert (first._version, second._version, watched._version) == (0, 0, 1)
+    assert isinstance(cpu_has_fast_bf16(), bool)
