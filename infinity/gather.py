@@ -9,7 +9,7 @@ device thread, which counts as the same: one of them waits while the other runs)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from enum import Enum
 
 import torch
@@ -22,6 +22,7 @@ from infinity.observe.stalls import StallCause, StallClock
 from infinity.order import Phase
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
+from infinity.torch_compat import preserve_version_counter
 
 
 class GatherState(Enum):
@@ -30,6 +31,10 @@ class GatherState(Enum):
     RELEASED = "released"
     UPLOADING = "uploading"
     GATHERED = "gathered"
+
+
+class UserHold:
+    """A user that holds a group across iterations: a `gathered()` block, or the resident unit."""
 
 
 class _Gathering:
@@ -119,11 +124,21 @@ class Gatherer:
         if not gathering.users and gathering.state is GatherState.GATHERED:
             self._free(gathering)
 
-    def release_all(self, *, keep: Callable[[FlatGroup], bool]) -> None:
-        """Release every group, whoever uses it, except those for which `keep` says so."""
+    def release_all(self) -> None:
+        """Release every group that the iteration used; what a `UserHold` holds stays.
+
+        What was uploaded ahead for a coming access stays too.
+        """
         for gathering in self._gatherings:
-            if gathering.state is not GatherState.RELEASED and not keep(gathering.group):
-                gathering.users.clear()
+            gathering.users = {user for user in gathering.users if isinstance(user, UserHold)}
+            if not gathering.users and gathering.state is GatherState.GATHERED:
+                self._free(gathering)
+
+    def close(self) -> None:
+        """Free everything, whoever holds it."""
+        for gathering in self._gatherings:
+            gathering.users.clear()
+            if gathering.state is not GatherState.RELEASED:
                 self._free(gathering)
 
     def gathered(self) -> list[FlatGroup]:
@@ -134,13 +149,17 @@ class Gatherer:
         gathering = self._gatherings[group.index]
         if gathering.state is GatherState.RELEASED or gathering.block is None:
             return
-        copy = self._claim(group)
+        copy = self.claim(group)
         try:
             fence = self._fill(gathering, gathering.block, copy)
             self._finish(gathering)
             fence.wait()
         finally:
-            self._io.post(self._read_ahead.consumed, group.index, Phase.BACKWARD)
+            self.unclaim(group)
+
+    def unclaim(self, group: FlatGroup) -> None:
+        """Give up a claim made with `claim`."""
+        self._io.post(self._read_ahead.consumed, group.index, Phase.BACKWARD)
 
     def edited(self, group: FlatGroup) -> bool:
         """Whether somebody changed the gathered parameters in place since they were filled."""
@@ -154,7 +173,7 @@ class Gatherer:
     # Parts -----------------------------------------------------------------------------------------------------
 
     def _start(self, gathering: _Gathering, phase: Phase) -> None:
-        copy = self._claim(gathering.group)
+        copy = self.claim(gathering.group)
         try:
             self._upload(gathering, copy, phase)
         except BaseException:
@@ -162,7 +181,7 @@ class Gatherer:
                 self._io.post(self._read_ahead.consumed, gathering.group.index, phase)
             raise
 
-    def _claim(self, group: FlatGroup) -> HostCopy:
+    def claim(self, group: FlatGroup) -> HostCopy:
         """The host copy with its bytes there, claimed: waits for an update, a read ahead, or a demand read."""
         copy = self._copies[group.index]
         if not copy.update.done:
@@ -193,7 +212,7 @@ class Gatherer:
     def _fill(self, gathering: _Gathering, block: DeviceBlock, copy: HostCopy) -> Fence:
         group = gathering.group
         # The plain copy would count as an in-place change of saved tensors, and backward would refuse them.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(group.flat):
+        with torch.no_grad(), preserve_version_counter(group.flat):
             fence = self._device.upload(block, copy.tensor, group.flat, group.key)
         gathering.fence = fence
         return fence

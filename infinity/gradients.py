@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from storage.budget import Reservation, TierBudget
+from storage.pool import HostPool, Lease
+from storage.store import ShardStore
+from storage.types import Priority, Ticket, TrafficTag
 
 from infinity.devices.base import Device, DeviceBlock, Fence
 from infinity.errors import PlacementError, UnsupportedModelError
@@ -19,10 +23,6 @@ from infinity.groups import FlatGroup
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.optim.clip import parameter_norm
-from storage.budget import Reservation, TierBudget
-from storage.pool import HostPool, Lease
-from storage.store import ShardStore
-from storage.types import Priority, Ticket, TrafficTag
 
 GRAD_DTYPE = torch.float32
 
@@ -167,7 +167,8 @@ class GradientSink:
             parameter.grad = None
             if grad is None or grad.layout is not torch.strided:
                 raise UnsupportedModelError(
-                    f"parameter {group.layout.slots[number].name!r} has a sparse gradient; use a dense one (sparse=False)"
+                    f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
+                    "sparse=False"
                 )
             fences.append(
                 self._device.download(
@@ -270,6 +271,13 @@ class GradientSink:
         self._gradients.clear()
         self.end_backward()
 
+    def close(self) -> None:
+        """Give everything back without waiting: no transfer is in flight any more."""
+        for gradient in self._gradients.values():
+            gradient.release()
+        self._gradients.clear()
+        self.end_backward()
+
     # Parts -----------------------------------------------------------------------------------------------------
 
     def _open(self, group: FlatGroup) -> GroupGradient:
@@ -290,12 +298,14 @@ class GradientSink:
         return gradient
 
     def _wait_for_space(self, reservation: Reservation) -> None:
-        if not reservation.done and not self._updates_in_flight() and not self._writes_in_flight():
+        # In this order: an update gives its memory back before it counts as finished.
+        is_moving = self._updates_in_flight() or self._writes_in_flight()
+        if not is_moving and not reservation.done:
             reservation.cancel()
             raise PlacementError(
                 f"no host memory for the gradient of {reservation.owner}: the gradients held now "
-                f"({self._held.holders()}) wait for the end of backward, because their modules ran several times before "
-                "it. Use schedule='synchronous', which makes room for all gradients"
+                f"({self._held.holders()}) wait for the end of backward, because their modules ran several times "
+                "before it. Use schedule='synchronous', which makes room for all gradients"
             )
         self._stalls.wait(reservation, StallCause.GRADIENT_SPACE)
 

@@ -17,56 +17,58 @@ import torch
 from torch import nn
 
 from infinity.layout import FlatLayout
-from infinity.released import Access, OffloadedParameter, Owners, ParameterRef, ReleasedParameter
+from infinity.released import Access, OffloadedParameter, ParameterRef, ReleasedParameter
+from infinity.units import Owned, Owners
 
 
 class FlatGroup:
     """One flat buffer, one shard: parameters of one unit with the same dtype and trainability.
 
+    Building one changes nothing in the model; `attach` makes the tensors, `show_released` puts the stand-ins in place.
+
     Args:
         index: position in the engine's list of groups.
         key: name of the shard in the store, for example `blocks.3/float32`.
-        layout: slots of the flat buffer.
-        owners: for every slot, the (module, attribute) pairs that hold the parameter.
-        trainable: whether the parameters require gradients.
+        own: the parameters as the model holds them, with their owners.
         shard_dtype: dtype of the stored shard.
         compute_dtype: dtype of the flat buffer and of the parameters that modules see.
-        device: where the flat buffer lives.
     """
 
     def __init__(
         self,
         index: int,
         key: str,
-        layout: FlatLayout,
-        owners: Sequence[Owners],
+        own: Sequence[Owned],
         *,
-        trainable: bool,
         shard_dtype: torch.dtype,
         compute_dtype: torch.dtype,
-        device: torch.device,
-        access: Access,
     ) -> None:
         self.index = index
         self.key = key
-        self.layout = layout
-        self.owners = tuple(owners)
-        self.trainable = trainable
+        self.layout = FlatLayout.pack((entry.name, entry.parameter.shape) for entry in own)
+        self.owners: tuple[Owners, ...] = tuple(entry.owners for entry in own)
+        self.trainable = own[0].parameter.requires_grad
+        self.source_dtype = own[0].parameter.dtype
         self.shard_dtype = shard_dtype
         self.compute_dtype = compute_dtype
-        self.shard_nbytes = layout.numel * shard_dtype.itemsize
-        self.flat_nbytes = layout.numel * compute_dtype.itemsize
+        self.shard_nbytes = self.layout.numel * shard_dtype.itemsize
+        self.flat_nbytes = self.layout.numel * compute_dtype.itemsize
         self.units: set[int] = set()  # every unit that gathers this group: more than one when parameters are tied
+        self.flat = torch.empty(0)
+        self.parameters: tuple[OffloadedParameter, ...] = ()
+        self.stand_ins: tuple[ReleasedParameter, ...] = ()
+
+    def attach(self, device: torch.device, access: Access) -> None:
+        """Make the flat buffer, the parameters over it and their stand-ins. Nothing is gathered yet."""
         with torch.inference_mode(False), torch.no_grad():
             # Views can only be made of memory that is there; the pages are given back before anything touches them.
-            self.flat = torch.empty(layout.numel, dtype=compute_dtype, device=device)
-            self.parameters = tuple(self._make_parameter(number, access) for number in range(len(layout.slots)))
+            self.flat = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=device)
+            self.parameters = tuple(self._make_parameter(number, access) for number in range(len(self.layout.slots)))
             self.flat.untyped_storage().resize_(0)
         self.stand_ins = tuple(
-            ReleasedParameter(p.ref, slot.shape, compute_dtype, device, trainable)
-            for p, slot in zip(self.parameters, layout.slots, strict=True)
+            ReleasedParameter(p.ref, slot.shape, self.compute_dtype, self.flat.device, self.trainable)
+            for p, slot in zip(self.parameters, self.layout.slots, strict=True)
         )
-        self.show_released()
 
     def _make_parameter(self, number: int, access: Access) -> OffloadedParameter:
         slot = self.layout.slots[number]
@@ -103,7 +105,7 @@ class FlatGroup:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Modules gathered together. `groups` are gathered with it; it may borrow some from other units (tied weights)."""
+    """Modules gathered together, at run time. `groups` are gathered with it; some may be borrowed (tied weights)."""
 
     index: int
     name: str

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from storage.align import align_down
+
 from infinity.config import Schedule
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
@@ -23,7 +25,6 @@ from infinity.groups import FlatGroup, Unit
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import StateField
 from infinity.sizes import MIB, format_nbytes
-from storage.align import align_down
 
 _MIN_CHUNK_NUMEL = 16 * SHARD_ALIGN_NUMEL
 _TARGET_CHUNK_NBYTES = 16 * MIB
@@ -88,7 +89,7 @@ class Request:
     device_budget_nbytes: int
     nvme_budget_nbytes: int | None
     chunk_nbytes: int | None
-    uploads_ahead: bool
+    staging_nbytes: int
 
 
 class _Sizes:
@@ -208,6 +209,9 @@ class _HostDivision:
             self.gradients = max(sizes.largest_gradient, sum(sizes.gradient[i] for i in sizes.resident))
             self.transit = 0
         self.pipeline = self._chunk_nbytes(self.chunk_numel) if trainable else 0
+        # Before the first step the same memory stages the initial values, and nothing else is in it yet.
+        flowing = self.window + self.gradients + self.transit + self.pipeline
+        self.window += max(request.staging_nbytes - flowing, 0)
         self.minimum_nbytes = sum(term.nbytes for term in self.minimum_terms())
 
     def _smallest_chunk(self) -> int:
@@ -276,7 +280,7 @@ class _HostDivision:
         self.pipeline = one * max(1, min(_PIPELINE_DEPTH, available // one))
 
     def _grow(self, part: str, wanted: int) -> None:
-        current = getattr(self, part)
+        current: int = getattr(self, part)
         setattr(self, part, max(current, min(wanted, current + max(self._left(), 0))))
 
     def _hold_gradients(self) -> None:
@@ -304,13 +308,14 @@ class _HostDivision:
 
     def kept(self, *, from_end: bool) -> list[int]:
         """Groups whose copies are kept across the turn (the last ones) or the step boundary (the first ones)."""
-        half = max(self.window // 2, self._sizes.largest_shard if self.window else 0)
+        # Beside what is kept, the window always has room for the largest shard, so keeping never costs a read.
+        room = self.window - self._sizes.largest_shard
         chosen: list[int] = []
         total = 0
         streamed = [g for g in self._sizes.streamed if g.index not in self.pinned_params]
         for group in reversed(streamed) if from_end else streamed:
             total += group.shard_nbytes
-            if total > half:
+            if total > room:
                 break
             chosen.append(group.index)
         return chosen

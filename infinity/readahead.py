@@ -22,13 +22,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.types import Priority, Ticket, TrafficTag
+
 from infinity.devices.base import Fence
 from infinity.errors import PlacementError
 from infinity.order import Access, Mode, Phase
 from infinity.residency import CopyState, HostCopy
-from storage.budget import TierBudget
-from storage.pool import HostPool
-from storage.types import Priority, Ticket, TrafficTag
 
 
 class ShardReader(Protocol):
@@ -77,6 +78,7 @@ class ReadAhead:
         self._trace: tuple[Access, ...] = ()
         self._position = 0
         self._mode = Mode.TRAIN
+        self._consumed_here: set[int] = set()  # groups of the access at the position that need no read any more
         self._barrier_open = False
         self._stopped = False
         self._changed = asyncio.Event()
@@ -89,14 +91,14 @@ class ReadAhead:
 
     def begin(self, mode: Mode, trace: tuple[Access, ...], position: int) -> None:
         """An outermost forward starts."""
-        self._mode = mode
         self._barrier_open = False
         self._drop_strays()
-        self.moved(trace, position)
+        self.moved(mode, trace, position)
 
-    def moved(self, trace: tuple[Access, ...], position: int) -> None:
+    def moved(self, mode: Mode, trace: tuple[Access, ...], position: int) -> None:
         """The training thread is at `trace[position]`; everything before it has been consumed or is in use."""
-        self._trace, self._position = trace, position
+        self._mode, self._trace, self._position = mode, trace, position
+        self._consumed_here.clear()
         self.advance()
 
     def consumed(self, index: int, phase: Phase, fence: Fence | None = None) -> None:
@@ -108,6 +110,7 @@ class ReadAhead:
             return
         copy = self._copies[index]
         copy.unclaim()
+        self._consumed_here.add(index)
         self._settle(copy)
         if not copy.pinned and copy.state is CopyState.CLEAN:
             if self._is_kept(copy, phase):
@@ -147,19 +150,30 @@ class ReadAhead:
         """Submit reads for what comes next, in order, as far as the window allows."""
         if self._stopped:
             return
-        for access in self._upcoming():
+        used_before: set[int] = set()
+        for distance, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 copy = self._copies[index]
-                if copy.pinned or copy.state in (CopyState.READING, CopyState.CLEAN):
+                if copy.pinned or (distance == 0 and index in self._consumed_here):
                     continue
-                if not copy.update.done:
+                is_used_before = copy.is_claimed or index in used_before
+                used_before.add(index)
+                if self._will_be_there(copy, access.phase, is_used_before=is_used_before):
+                    continue
+                # In order, or not at all: what is read past a gap would have to be evicted to close it.
+                is_readable = copy.state is CopyState.ABSENT and copy.update.done and not is_used_before
+                if not is_readable or not self._try_read(copy, Priority.READ_AHEAD):
                     return
-                if copy.state is not CopyState.ABSENT:
-                    if copy.keep_at_boundary:
-                        continue
-                    return
-                if not self._try_read(copy, Priority.READ_AHEAD):
-                    return
+
+    def _will_be_there(self, copy: HostCopy, phase: Phase, *, is_used_before: bool) -> bool:
+        """Whether a coming access finds the copy that is there now, after the uses before it."""
+        if not copy.update.done:
+            return False
+        if is_used_before:
+            return copy.keep_at_turn and phase is Phase.BACKWARD
+        return copy.state in (CopyState.READING, CopyState.CLEAN) or (
+            copy.state is CopyState.WRITING and copy.keep_at_boundary
+        )
 
     def stop(self) -> None:
         """Submit no more reads: the engine is closing or its iteration was reset."""
@@ -239,7 +253,7 @@ class ReadAhead:
 
     async def _make_room(self, wanted: HostCopy) -> None:
         """Evict the clean copy that is needed last, or wait until something in flight has settled."""
-        distance = {}
+        distance: dict[int, int] = {}
         for number, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 distance.setdefault(index, number)

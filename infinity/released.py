@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from infinity.groups import FlatGroup
 
 
-Owners = list[tuple[nn.Module, str]]
-
-
 class Access(Protocol):
     """What a released parameter asks of its engine when an operation touches it."""
 
@@ -61,25 +58,25 @@ class OffloadedParameter(nn.Parameter):
 
 def _refuse(name: str, operation: str) -> NoReturn:
     raise NotGatheredError(
-        f"{operation} on parameter {name!r}, whose data is not here: it is offloaded and gathered only while its module "
-        "runs. Read or edit it inside `with infinity.gathered(module):`"
+        f"{operation} on parameter {name!r}, whose data is not here: it is offloaded and gathered only while its "
+        "module runs. Read or edit it inside `with infinity.gathered(module):`"
     )
 
 
 _TENSOR = torch.Tensor
-_METADATA_PROPERTIES = (
-    "shape dtype device requires_grad ndim is_leaf is_meta layout nbytes itemsize grad_fn _backward_hooks is_cuda "
-    "is_cpu is_sparse is_quantized is_mkldnn is_nested is_xla is_mps is_xpu retains_grad names _version output_nr"
-).split()
-_METADATA_METHODS = (
-    "numel size dim is_floating_point is_complex __hash__ element_size stride is_contiguous type __len__ nelement "
-    "ndimension is_signed is_inference get_device _is_view is_pinned is_shared"
-).split()
+_METADATA_PROPERTIES = """
+    shape dtype device requires_grad ndim is_leaf is_meta layout nbytes itemsize grad_fn _backward_hooks is_cuda is_cpu
+    is_sparse is_quantized is_mkldnn is_nested is_xla is_mps is_xpu retains_grad names _version output_nr
+"""
+_METADATA_METHODS = """
+    numel size dim is_floating_point is_complex __hash__ element_size stride is_contiguous type __len__ nelement
+    ndimension is_signed is_inference get_device _is_view is_pinned is_shared
+"""
 
 
 def _metadata_functions() -> frozenset[Any]:
-    getters = {getattr(_TENSOR, n).__get__ for n in _METADATA_PROPERTIES if hasattr(_TENSOR, n)}
-    return frozenset(getters | {getattr(_TENSOR, n) for n in _METADATA_METHODS if hasattr(_TENSOR, n)})
+    getters = {getattr(_TENSOR, n).__get__ for n in _METADATA_PROPERTIES.split() if hasattr(_TENSOR, n)}
+    return frozenset(getters | {getattr(_TENSOR, n) for n in _METADATA_METHODS.split() if hasattr(_TENSOR, n)})
 
 
 _METADATA = _metadata_functions()
@@ -110,7 +107,11 @@ class ReleasedParameter(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
@@ -128,7 +129,11 @@ class ReleasedParameter(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         _refuse(first_released(args, kwargs or {}).ref.name, str(func))
 

@@ -22,13 +22,16 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _MIN_REPEATS = 2
 
 
+Owners = list[tuple[nn.Module, str]]
+
+
 @dataclass(slots=True)
 class Owned:
     """One parameter of the model and every (module, attribute) that holds it. The first name is its name."""
 
     name: str
     parameter: nn.Parameter
-    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    owners: Owners = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from storage.budget import TierBudget
+from storage.pool import HostPool, Lease
+from storage.types import Priority, Ticket, TrafficTag
 
 from infinity.gradients import GroupGradient
 from infinity.optim.hyper import AdamWHyper, Kernel, Piece
 from infinity.optim.records import GroupState, Record
 from infinity.readahead import ReadAhead, ShardReader
 from infinity.residency import CopyState, HostCopy
-from storage.budget import TierBudget
-from storage.pool import HostPool, Lease
-from storage.types import Priority, Ticket, TrafficTag
 
 
 class ShardWriter(ShardReader, Protocol):
@@ -133,6 +133,7 @@ class UpdatePipeline:
                 await asyncio.wait(tasks)
             for task in tasks:
                 task.result()
+            update.gradient.release()
             update.written.set_done()
             if copy is not None:
                 self._read_ahead.updated(copy)
@@ -232,10 +233,8 @@ class UpdatePipeline:
             )
         if store is not None and not update.copy.pinned:
             size = group.shard_dtype.itemsize
-            if buffers.has_param:
-                memory = buffers.param
-            else:
-                memory = update.copy.memory[chunk.start * size : chunk.stop * size]
+            in_copy = slice(chunk.start * size, chunk.stop * size)
+            memory = buffers.param if buffers.has_param else update.copy.memory[in_copy]
             tickets.append(
                 store.submit_write(
                     group.key,
@@ -258,6 +257,7 @@ class UpdatePipeline:
         if update.copy.state in (CopyState.UPDATING, CopyState.WRITING):
             update.copy.fail()
         update.copy.lost_update = error
+        update.gradient.release()
         update.computed.set_exception(error)
         update.written.set_exception(error)
         self._on_failure(error)

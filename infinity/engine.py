@@ -1,0 +1,211 @@
+"""The engine: one offloaded model, from `infinity.offload` to `close()`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from infinity import hooks
+from infinity.access import ParameterAccess
+from infinity.assemble import assemble
+from infinity.config import Config
+from infinity.errors import InfinityError
+from infinity.gather import UserHold
+from infinity.groups import FlatGroup
+from infinity.init import InitFn, fill_shards
+from infinity.iteration import Iteration
+from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
+from infinity.observe.trace import Trace
+from infinity.order import Phase
+from infinity.plan.summary import Plan
+from infinity.runtime import Runtime
+from infinity.updates import OptimizerView, Updates
+
+_log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Holds an offloaded model's state in the tiers and runs its iterations. Made by `infinity.offload`.
+
+    Use it as a context manager, or call `close()`: swap files, threads and memory are given back then. An engine that
+    is not closed cleans up when the process exits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        *,
+        init_fn: InitFn | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._runtime: Runtime = assemble(model, config, self)
+        try:
+            self._start(init_fn, on_progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, init_fn: InitFn | None, on_progress: Callable[[str], None] | None) -> None:
+        runtime = self._runtime
+        self._updates = Updates(runtime)
+        self._iteration = Iteration(runtime, self._updates)
+        self._access = ParameterAccess(runtime)
+        runtime.kernel.warm_up()
+        fill_shards(runtime, init_fn, on_progress)
+        resident = UserHold()
+        for group in runtime.resident_groups:
+            runtime.gatherer.gather(group, resident, Phase.FORWARD)
+        _move_buffers(runtime.model, runtime.device.torch_device)
+        self._book = TrafficBook(runtime)
+        self.plan = Plan(runtime)
+        runtime.hooks = hooks.install(runtime.model, runtime.units, self._iteration)
+        _log.info("offloaded %d parameters\n%s", self.plan.parameters, self.plan.describe())
+
+    # Training --------------------------------------------------------------------------------------------------
+
+    def attach_optimizer(self, optimizer: OptimizerView) -> None:
+        """Called by an optimizer that is built over this engine's parameters."""
+        self._updates.attach(optimizer)
+
+    def step(self, optimizer: OptimizerView) -> None:
+        """Called by the optimizer's `step()`."""
+        self._check_open()
+        self._updates.step(optimizer)
+        self._iteration.end_step()
+        self._book.step_ended()
+
+    def discard_gradients(self) -> None:
+        """Called by the optimizer's `zero_grad()`."""
+        self._check_open()
+        self._updates.discard()
+
+    def clip(self, slots: Iterable[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
+        """Total norm of the gradients of these slots; the next step applies the clip coefficient."""
+        self._check_open()
+        return self._updates.clip(slots, max_norm)
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """Total gradient norm before clipping, as last computed."""
+        return self._updates.last_grad_norm
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them between ranks; with one rank there is nothing to save."""
+        yield
+
+    def reset_iteration(self) -> None:
+        """Abandon the running iteration after a failure: release everything, discard its gradients."""
+        self._check_open()
+        self._iteration.reset()
+
+    # Looking inside --------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """All counters as one flat dictionary, after everything under way has landed."""
+        self._check_open()
+        self._updates.wait_written()
+        return metrics_of(self._runtime)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes moved per step and in total, after everything under way has landed."""
+        self._check_open()
+        self._updates.wait_written()
+        return self._book.read()
+
+    @property
+    def trace(self) -> Trace:
+        """Timed events of this run, newest kept."""
+        return self._runtime.trace
+
+    @property
+    def io_engine(self) -> str:
+        """How swap files are read and written, with the reason; "none" when nothing lies on NVMe."""
+        store = self._runtime.store
+        return store.engine_name if store is not None else "none"
+
+    def report(self) -> str:
+        """Where every shard is and what is in flight."""
+        return self._runtime.report()
+
+    # Access ----------------------------------------------------------------------------------------------------
+
+    def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Called by a released parameter that an operation touches."""
+        self._check_open()
+        return self._iteration.use_released(func, args, kwargs)
+
+    def hold(self, groups: list[FlatGroup]) -> AbstractContextManager[None]:
+        """Hold groups gathered for a block; see `infinity.gathered`."""
+        self._check_open()
+        return self._access.hold(groups)
+
+    # Life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        return self._runtime.is_closed
+
+    def close(self) -> None:
+        """Give back swap files, threads and memory. Idempotent. The model's parameters are gone afterwards."""
+        self._runtime.shut_down()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._runtime.is_closed:
+            raise InfinityError("this engine is closed; its parameters and optimizer state are gone")
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        raise TypeError("an engine cannot be copied")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("an engine cannot be pickled")
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def offload(
+    model: nn.Module,
+    config: Config | None = None,
+    *,
+    init_fn: InitFn | None = None,
+    on_progress: Callable[[str], None] | None = None,
+) -> Engine:
+    """Offload a model: its parameters, gradients and optimizer state move into the tiers, its forward stays as it is.
+
+    Args:
+        model: a built model, or one built under `infinity.empty_init()`, which is then initialised unit by unit.
+        config: settings; defaults to `Config()`.
+        init_fn: for a model without data: called with every module that owns parameters, in module order. Default is
+            their `reset_parameters()`.
+        on_progress: told the name of every shard that has been initialised.
+
+    Raises:
+        ConfigError, PlacementError, UnsupportedModelError: before the model is touched.
+        SwapFullError: the swap directories have too little space; nothing is left behind.
+
+    Example:
+        engine = infinity.offload(model, infinity.Config(precision="bf16"))
+        optimizer = infinity.AdamW(model.parameters(), lr=3e-4)
+    """
+    return Engine(model, config or Config(), init_fn=init_fn, on_progress=on_progress)

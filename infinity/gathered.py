@@ -1,0 +1,49 @@
+"""`gathered()`: reading and editing parameters outside a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.released import ref_of
+
+
+@contextmanager
+def gathered(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Iterator[None]:
+    """Make parameters of an offloaded model present, to read or edit them in place.
+
+    What was changed is written back at the end; what was only read is not. In bf16 a changed element becomes exactly
+    its bf16 value, as after `model.to(torch.bfloat16)`.
+
+    Args:
+        target: a module (all its parameters), a parameter, or several parameters.
+
+    Raises:
+        ConfigError: nothing of `target` is offloaded.
+        DeviceOutOfMemoryError: the device budget cannot hold all of it at once; gather parts one after another.
+
+    Example:
+        with infinity.gathered(model.lm_head):
+            print(model.lm_head.weight.norm())
+    """
+    parameters = _parameters_of(target)
+    refs = [ref for ref in map(ref_of, parameters) if ref is not None]
+    if not refs:
+        raise ConfigError("gathered() was given no parameter of an offloaded model")
+    access = refs[0].access
+    if not isinstance(access, Engine) or access.is_closed:
+        raise ConfigError("these parameters belong to an engine that is closed")
+    groups = {ref.group.index: ref.group for ref in refs}
+    with access.hold(list(groups.values())):
+        yield
+
+
+def _parameters_of(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    return [target] if isinstance(target, torch.Tensor) else list(target)

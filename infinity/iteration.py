@@ -1,0 +1,201 @@
+"""One training or evaluation iteration as the hooks see it: what is gathered, harvested and released when.
+
+[Note: when a gradient is complete]
+After the backward of a unit, unless the unit ran several times, shares parameters with another unit, or was used
+outside its own forward; then at the end of backward. A forward is counted when it runs in training mode, a backward
+when its input-side function ran; a group is complete early only when both counts agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from infinity.config import DeviceKind
+from infinity.errors import NotGatheredError
+from infinity.groups import FlatGroup, Unit
+from infinity.hooks import GraphTasks, in_backward, watch_outputs
+from infinity.order import Access, Mode, Phase
+from infinity.released import ReleasedParameter
+from infinity.runtime import Runtime
+from infinity.updates import Updates
+
+_ON_USE = "gathered on use"
+_log = logging.getLogger(__name__)
+
+
+class Iteration:
+    """Implements `hooks.UnitEvents` and `released.Access`. Used by the training thread."""
+
+    def __init__(self, runtime: Runtime, updates: Updates) -> None:
+        self._runtime = runtime
+        self._updates = updates
+        self._tasks = GraphTasks(self.end_backward)
+        self._mode = Mode.TRAIN
+        self._depth = 0
+        self._backward_runs: Counter[int] = Counter()
+        self._used_elsewhere: set[int] = set()
+        self._resident = {group.index for group in runtime.resident_groups}
+        self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
+
+    # Forward ---------------------------------------------------------------------------------------------------
+
+    def root_pre_forward(self) -> None:
+        self._depth += 1
+        if self._depth > 1 or in_backward():
+            return
+        runtime = self._runtime
+        self._updates.raise_failure()
+        if self._tasks.any_open:
+            _log.warning("the last backward failed; its gradients are discarded")
+            self.reset()
+        self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
+        runtime.order.begin(self._mode)
+        trace, position = runtime.order.upcoming()
+        runtime.io.post(runtime.read_ahead.begin, self._mode, trace, position)
+
+    def root_post_forward(self) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and not in_backward():
+            for index in list(self._used_elsewhere):
+                self._runtime.gatherer.release(self._runtime.groups[index], _ON_USE)
+
+    def pre_forward(self, unit: Unit) -> None:
+        recomputing = in_backward()
+        self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
+        if not recomputing and self._mode is Mode.TRAIN:
+            unit.forward_calls += 1
+
+    def post_forward(self, unit: Unit) -> None:
+        # In a recomputation the coming backward needs the unit; post_backward or the end of backward frees it.
+        if not in_backward():
+            self._release(unit)
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, unit: Unit) -> None:
+        self._tasks.join()
+        self._updates.check_backward()
+        self._gather(unit, Phase.BACKWARD)
+        for group in unit.trainable():
+            self._runtime.sink.expect(group)
+
+    def post_backward(self, unit: Unit) -> None:
+        self._tasks.join()
+        self._backward_runs[unit.index] += 1
+        for group in unit.trainable():
+            self._runtime.sink.harvest(group)
+            self._runtime.sink.settle(group)
+        self._release(unit)
+        if self._backward_runs[unit.index] == unit.forward_calls:
+            self._updates.complete(g for g in unit.trainable() if self._has_one_user(g))
+
+    def end_backward(self) -> None:
+        """The last open graph task ends: harvest and release everything that is left."""
+        runtime = self._runtime
+        for group in runtime.groups:
+            if group.trainable:
+                runtime.sink.harvest(group)
+                runtime.sink.settle(group)
+        runtime.gatherer.release_all()
+        runtime.sink.end_backward()
+        self._updates.complete(runtime.sink.pending())
+
+    def end_step(self) -> None:
+        """The optimizer step is over: counts start again."""
+        self._backward_runs.clear()
+        for unit in self._runtime.units:
+            unit.forward_calls = 0
+
+    def reset(self) -> None:
+        """Abandon a failed iteration: nothing gathered, no gradient, no open graph task. The engine is usable again."""
+        runtime = self._runtime
+        self._tasks.clear()
+        self._depth = 0
+        self.end_step()
+        for group in runtime.groups:
+            for parameter in group.parameters:
+                parameter.grad = None
+        runtime.gatherer.release_all()
+        self._updates.discard()
+        self._updates.abandon()
+
+    # Gather on use ---------------------------------------------------------------------------------------------
+
+    def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operation touches released parameters: gather them inside a forward or backward, refuse outside."""
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
+        if self._depth == 0 and not in_backward():
+            name = getattr(func, "__name__", str(func))
+            raise NotGatheredError(
+                f"{name} on parameter {used[0].ref.name!r}, whose data is not here: it is offloaded and gathered only "
+                "while its module runs. Read or edit it inside `with infinity.gathered(module):`"
+            )
+        groups = list({leaf.ref.group.index: leaf.ref.group for leaf in used}.values())
+        self._gather_on_use(groups)
+        real_args, real_kwargs = tree_map(_real, (tuple(args), kwargs))
+        result = func(*real_args, **real_kwargs)
+        if torch.is_grad_enabled():
+            watch_outputs(result, lambda: self._pre_backward_on_use(groups))
+        return result
+
+    def _gather_on_use(self, groups: Iterable[FlatGroup]) -> None:
+        phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
+        for group in groups:
+            self._used_elsewhere.add(group.index)
+            if self._runtime.gatherer.gather(group, _ON_USE, phase):
+                self._record(Access(phase, self._unit_of[group.index]))
+
+    def _pre_backward_on_use(self, groups: Sequence[FlatGroup]) -> None:
+        self._tasks.join()
+        self._updates.check_backward()
+        self._gather_on_use(groups)
+        for group in groups:
+            if group.trainable:
+                self._runtime.sink.expect(group)
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit, phase: Phase) -> None:
+        fetched = False
+        for group in unit.groups:
+            if group.index not in self._resident:
+                fetched |= self._runtime.gatherer.gather(group, unit.index, phase)
+        if fetched:
+            self._record(Access(phase, unit.index))
+            self._upload_ahead()
+
+    def _record(self, access: Access) -> None:
+        runtime = self._runtime
+        runtime.order.record(access)
+        trace, position = runtime.order.upcoming()
+        runtime.io.post(runtime.read_ahead.moved, runtime.order.mode, trace, position)
+
+    def _upload_ahead(self) -> None:
+        """Start the upload of the next unit, where the device copies while it computes."""
+        runtime = self._runtime
+        if runtime.device.kind is not DeviceKind.CUDA:
+            return
+        trace, position = runtime.order.upcoming()
+        if position < len(trace):
+            upcoming = trace[position]
+            for group in runtime.units[upcoming.unit].groups:
+                if group.index not in self._resident:
+                    runtime.gatherer.upload_ahead(group, upcoming.phase)
+
+    def _release(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.index not in self._resident:
+                self._runtime.gatherer.release(group, unit.index)
+
+    def _has_one_user(self, group: FlatGroup) -> bool:
+        return len(group.units) == 1 and group.index not in self._used_elsewhere
+
+
+def _real(value: Any) -> Any:
+    return value.ref.group.parameters[value.ref.slot] if isinstance(value, ReleasedParameter) else value

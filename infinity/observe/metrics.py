@@ -1,0 +1,121 @@
+"""Counters of a run: a flat dictionary, and the NVMe and link traffic of every step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from storage.types import Op
+
+from infinity.runtime import Runtime
+
+Counts = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes moved. `per_step[i]` belongs to optimizer step i of this engine; `total` holds everything.
+
+    Keys: `nvme_read_bytes`, `nvme_write_bytes` (payload; alignment padding under `nvme_read_padding_bytes`,
+    `nvme_write_padding_bytes`), the same by shard kind (`nvme_read_bytes/param`, `…/state`, `…/grad`), `h2d_bytes`,
+    `d2h_bytes`. What initialisation wrote is in `total` and in `initialisation`; reads ahead for a step that never
+    ran are in `total` only.
+    """
+
+    per_step: list[Counts]
+    initialisation: Counts
+    total: Counts
+
+
+def _empty() -> Counts:
+    keys = ("nvme_read_bytes", "nvme_write_bytes", "nvme_read_padding_bytes", "nvme_write_padding_bytes")
+    counts: Counts = defaultdict(int)
+    for key in (*keys, "h2d_bytes", "d2h_bytes"):
+        counts[key] = 0
+    for kind in ("param", "state", "grad"):
+        counts[f"nvme_read_bytes/{kind}"] = counts[f"nvme_write_bytes/{kind}"] = 0
+    return counts
+
+
+def _sum(rows: Iterable[Counts]) -> Counts:
+    total = _empty()
+    for row in rows:
+        for key, value in row.items():
+            total[key] += value
+    return total
+
+
+class TrafficBook:
+    """Makes `Traffic` of the counters. Notes the link counters at every step. Used by the training thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._links: list[tuple[int, int]] = [self._link_totals()]
+
+    def _link_totals(self) -> tuple[int, int]:
+        link = self._runtime.device.traffic
+        return link.h2d_nbytes, link.d2h_nbytes
+
+    def step_ended(self) -> None:
+        self._links.append(self._link_totals())
+
+    def read(self) -> Traffic:
+        """The traffic so far. Writes still under way are counted when they land."""
+        by_step: dict[int, Counts] = defaultdict(_empty)
+        if self._runtime.store is not None:
+            for record in self._runtime.store.stats.snapshot():
+                counts = by_step[record.tag.step]
+                way = "read" if record.op is Op.READ else "write"
+                counts[f"nvme_{way}_bytes"] += record.payload_nbytes
+                counts[f"nvme_{way}_bytes/{record.tag.kind}"] += record.payload_nbytes
+                counts[f"nvme_{way}_padding_bytes"] += record.moved_nbytes - record.payload_nbytes
+        steps = len(self._links) - 1
+        for step in range(steps):
+            before, after = self._links[step], self._links[step + 1]
+            by_step[step]["h2d_bytes"] += after[0] - before[0]
+            by_step[step]["d2h_bytes"] += after[1] - before[1]
+        late = [by_step[step] for step in by_step if step >= steps]
+        per_step = [dict(by_step[step]) for step in range(steps)]
+        initialisation = dict(by_step[-1])
+        total = _sum([*per_step, initialisation, *late])
+        return Traffic(per_step, initialisation, dict(total))
+
+
+def metrics_of(runtime: Runtime) -> dict[str, float]:
+    """One flat dictionary of everything that is counted. Bytes end in `_bytes`, seconds in `_s`."""
+    flat: dict[str, float] = {"step": runtime.step}
+    if runtime.store is not None:
+        stats = runtime.store.stats
+        for op, name in ((Op.READ, "read"), (Op.WRITE, "write")):
+            total = stats.total(op)
+            flat[f"nvme/{name}_bytes"] = total.moved_nbytes
+            flat[f"nvme/{name}_payload_bytes"] = total.payload_nbytes
+            flat[f"nvme/{name}_operations"] = total.operations
+            flat[f"nvme/{name}_s"] = total.seconds
+        flat["nvme/capacity_bytes"] = runtime.placement.nvme_nbytes
+    flat["host/budget_bytes"] = runtime.placement.host_budget_nbytes
+    flat["host/held_bytes"] = runtime.pool.leased_nbytes
+    flat["host/peak_bytes"] = runtime.pool.peak_nbytes
+    flat["device/budget_bytes"] = runtime.device.budget.limit_nbytes
+    flat["device/held_bytes"] = runtime.device.budget.used_nbytes
+    flat["device/peak_bytes"] = runtime.device.budget.peak_nbytes
+    for name, budget in runtime.budgets.items():
+        if name != "device":
+            flat[f"host/{name}_peak_bytes"] = budget.peak_nbytes
+    flat["link/h2d_bytes"], flat["link/d2h_bytes"] = (
+        runtime.device.traffic.h2d_nbytes,
+        runtime.device.traffic.d2h_nbytes,
+    )
+    for cause, seconds in runtime.stalls.seconds.items():
+        flat[f"stall/{cause.value}_s"] = seconds
+        flat[f"stall/{cause.value}_count"] = runtime.stalls.counts[cause]
+    flat["stall/total_s"] = runtime.stalls.total_s
+    flat["readahead/reads_ahead"] = runtime.read_ahead.counts["ahead"]
+    flat["readahead/reads_on_demand"] = runtime.read_ahead.counts["demand"]
+    for name, count in runtime.gatherer.waits.items():
+        flat[f"readahead/gathers_{name}"] = count
+    flat["order/hits"] = runtime.order.hits
+    flat["order/misses"] = runtime.order.misses
+    flat["optimizer/chunks"] = runtime.pipeline.chunks_done
+    return flat

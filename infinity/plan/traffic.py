@@ -1,0 +1,83 @@
+"""Closed forms: the NVMe bytes a step moves, by shard kind. The counters of a run must equal them exactly.
+
+For one micro-batch, overlapped, everything on NVMe, bf16 split master: read 2 + 2 + 10 and write 12 bytes per
+parameter, less what stays resident across the turn and the step boundary (ARCHITECTURE section 6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infinity.config import Schedule
+from infinity.gradients import GRAD_DTYPE
+from infinity.groups import FlatGroup
+from infinity.optim.hyper import StateField
+from infinity.placement import Placement
+
+
+@dataclass(slots=True)
+class KindTraffic:
+    """Bytes of one shard kind, payload and alignment padding apart."""
+
+    read_nbytes: int = 0
+    write_nbytes: int = 0
+    read_padding_nbytes: int = 0
+    write_padding_nbytes: int = 0
+
+    def add(self, group: FlatGroup, itemsize: int, *, reads: int = 0, writes: int = 0) -> None:
+        payload = group.layout.payload_numel * itemsize
+        padding = (group.layout.numel - group.layout.payload_numel) * itemsize
+        self.read_nbytes += reads * payload
+        self.read_padding_nbytes += reads * padding
+        self.write_nbytes += writes * payload
+        self.write_padding_nbytes += writes * padding
+
+
+@dataclass(slots=True)
+class StepTraffic:
+    """Bytes of one step by kind."""
+
+    param: KindTraffic = field(default_factory=KindTraffic)
+    state: KindTraffic = field(default_factory=KindTraffic)
+    grad: KindTraffic = field(default_factory=KindTraffic)
+
+    @property
+    def read_nbytes(self) -> int:
+        return self.param.read_nbytes + self.state.read_nbytes + self.grad.read_nbytes
+
+    @property
+    def write_nbytes(self) -> int:
+        return self.param.write_nbytes + self.state.write_nbytes + self.grad.write_nbytes
+
+
+def expected_step_traffic(
+    placement: Placement,
+    groups: Sequence[FlatGroup],
+    fields: Sequence[StateField],
+    *,
+    is_first: bool,
+    micro_batches: int = 1,
+) -> StepTraffic:
+    """NVMe bytes of one optimizer step in which every unit runs once forward and once backward per micro-batch.
+
+    Args:
+        is_first: the first step reads no state, because records are born zero, and finds nothing kept from before.
+        micro_batches: backward passes before the step.
+    """
+    traffic = StepTraffic()
+    synchronous = placement.schedule is Schedule.SYNCHRONOUS
+    state_size = sum(f.dtype.itemsize for f in fields)
+    for group in groups:
+        size = group.shard_dtype.itemsize
+        if group.index not in placement.pinned_params:
+            at_boundary = group.index in placement.keep_at_boundary
+            forward = micro_batches if not at_boundary else int(is_first)
+            backward = 0 if group.index in placement.keep_at_turn else micro_batches
+            update = int(synchronous and group.trainable and not at_boundary)
+            traffic.param.add(group, size, reads=forward + backward + update, writes=int(group.trainable))
+        if group.trainable and group.index not in placement.pinned_states:
+            traffic.state.add(group, state_size, reads=int(not is_first), writes=1)
+        if group.index in placement.spilled_gradients:
+            traffic.grad.add(group, GRAD_DTYPE.itemsize, reads=micro_batches, writes=micro_batches)
+    return traffic

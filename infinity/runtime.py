@@ -1,0 +1,116 @@
+"""The parts of one engine, made once and closed together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.store import ShardStore
+from torch import nn
+
+from infinity.config import Config
+from infinity.devices.base import Device
+from infinity.gather import Gatherer
+from infinity.gradients import GradientSink
+from infinity.groups import FlatGroup, Unit
+from infinity.io_loop import IoLoop
+from infinity.observe.stalls import StallClock
+from infinity.observe.trace import Trace
+from infinity.optim.hyper import Kernel
+from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
+from infinity.optim.records import GroupState
+from infinity.order import AccessOrder
+from infinity.placement import Placement
+from infinity.readahead import ReadAhead
+from infinity.residency import HostCopy
+
+
+@dataclass(slots=True, eq=False)
+class Failure:
+    """The first thing that went wrong behind the training thread's back. Set by the I/O loop, read by everybody."""
+
+    error: BaseException | None = None
+
+    def note(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+
+
+@dataclass(slots=True, eq=False)
+class Runtime:
+    """Everything an engine works with. Who writes what is said in each part's own module."""
+
+    model: nn.Module
+    config: Config
+    placement: Placement
+    units: Sequence[Unit]
+    groups: Sequence[FlatGroup]
+    copies: Sequence[HostCopy]
+    states: dict[int, GroupState]
+    kernel: Kernel
+    device: Device
+    pool: HostPool
+    budgets: dict[str, TierBudget]
+    store: ShardStore | None
+    io: IoLoop
+    worker: ThreadPoolExecutor
+    stalls: StallClock
+    order: AccessOrder
+    read_ahead: ReadAhead
+    pipeline: UpdatePipeline
+    gatherer: Gatherer
+    sink: GradientSink
+    trace: Trace
+    failure: Failure
+    closing: ExitStack
+    step: int = 0
+    in_flight: list[GroupUpdate] = field(default_factory=list)  # written by the training thread
+    hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    is_closed: bool = False
+
+    @property
+    def resident_groups(self) -> list[FlatGroup]:
+        return [group for unit in self.units if unit.resident for group in unit.groups]
+
+    def progress(self) -> int:
+        """Grows with everything that completes; the wait for a stuck transfer looks at it."""
+        return (self.store.progress if self.store is not None else 0) + self.pipeline.chunks_done
+
+    def report(self) -> str:
+        """Where every shard is and what is in flight, for error messages."""
+        lines = ["residency:"]
+        lines += [f"  {copy.describe()}{' (claimed)' if copy.is_claimed else ''}" for copy in self.copies]
+        for name, budget in self.budgets.items():
+            lines.append(f"{name}: {budget.used_nbytes} of {budget.limit_nbytes} bytes held, {budget.holders()}")
+            lines += [f"  waiting: {who}" for who in budget.waiting()]
+        if self.store is not None:
+            lines.append("in flight:")
+            lines += [f"  {what}" for what in self.store.describe_in_flight()]
+        return "\n".join(lines)
+
+    def shut_down(self) -> None:
+        """Close every part in reverse order of its making. Idempotent; an error is raised after all are closed."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for handle in self.hooks:
+            handle.remove()
+        self.io.post(self.read_ahead.stop)
+        self.closing.close()
+
+    def free_memory(self) -> None:
+        """Give back every lease and reservation. Only when no transfer is in flight any more."""
+        self.gatherer.close()
+        self.sink.close()
+        for copy in self.copies:
+            copy.discard()
+        for state in self.states.values():
+            for record in state.records:
+                if record.lease is not None:
+                    record.lease.release()
+                    record.lease = None

@@ -1,0 +1,240 @@
+"""When groups are updated: the step schedules, seen from the training thread.
+
+`synchronous` updates everything in `step()`. `overlapped` submits a group as soon as its gradient is complete, while
+backward goes on, and `step()` only waits; that excludes accumulation and clipping, which need all gradients first.
+Both give the same bits, because an update of a group depends on nothing but its own state, gradient and step number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from storage.types import Ticket
+
+from infinity.config import Schedule
+from infinity.errors import ConfigError, IterationError
+from infinity.groups import FlatGroup
+from infinity.observe.stalls import StallCause
+from infinity.optim.clip import clip_coefficient, total_norm
+from infinity.optim.hyper import AdamWHyper
+from infinity.optim.pipeline import GroupUpdate
+from infinity.released import ParameterRef
+from infinity.runtime import Runtime
+
+
+class OptimizerView(Protocol):
+    """What the engine needs to know of the user's optimizer."""
+
+    @property
+    def max_grad_norm(self) -> float | None: ...
+
+    def hyper_of(self, group: FlatGroup, slot: int) -> AdamWHyper | None:
+        """Hyperparameters of a slot as they are now; None when the optimizer does not hold it."""
+
+    def slots(self) -> Iterable[tuple[FlatGroup, int]]:
+        """Every slot the optimizer holds, in the order of its parameter groups."""
+
+
+class Updates:
+    """Submits updates and ends steps. Used by the training thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._optimizer: OptimizerView | None = None
+        self._submitted: dict[int, Sequence[AdamWHyper | None]] = {}
+        self._scale: torch.Tensor | None = None
+        self._torn: str | None = None
+        self.last_grad_norm: torch.Tensor | None = None
+
+    @property
+    def is_overlapped(self) -> bool:
+        return self._runtime.placement.schedule is Schedule.OVERLAPPED
+
+    def attach(self, optimizer: OptimizerView) -> None:
+        """Make `optimizer` the one that updates this engine's parameters.
+
+        Raises:
+            ConfigError: the schedule cannot do what the optimizer asks for, or another optimizer is attached.
+        """
+        if self._optimizer is not None and self._optimizer is not optimizer:
+            raise ConfigError(
+                "this engine already has an optimizer; one optimizer with several parameter groups updates all of them"
+            )
+        if optimizer.max_grad_norm is not None:
+            self._refuse_clipping("max_grad_norm")
+            self._runtime.sink.wants_norms = True
+        self._optimizer = optimizer
+
+    def check_backward(self) -> None:
+        """A backward begins."""
+        if self.is_overlapped and self._optimizer is None:
+            raise ConfigError(
+                "schedule='overlapped' updates parameters during backward; build infinity.AdamW(model.parameters()) "
+                "before the first backward"
+            )
+
+    def complete(self, groups: Iterable[FlatGroup]) -> None:
+        """The gradients of these groups are final: under `overlapped` their updates start now."""
+        if not self.is_overlapped:
+            return
+        ready = [group for group in groups if self._has_gradient(group)]
+        for group in ready:
+            if group.index in self._submitted:
+                raise IterationError(
+                    f"a second gradient for {group.key} arrived before optimizer.step(), but schedule='overlapped' has "
+                    "already applied the first. Use schedule='synchronous' to accumulate gradients"
+                )
+        self._submit(ready)
+
+    def clip(self, slots: Iterable[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
+        """Total norm of the gradients of these slots; what they are scaled by is applied in the next step."""
+        self._refuse_clipping("clip_grad_norm_")
+        norm = total_norm(self._runtime.sink.norms(slots))
+        coefficient = clip_coefficient(norm, max_norm)
+        self._scale = coefficient if self._scale is None else self._scale * coefficient
+        self.last_grad_norm = norm
+        return norm
+
+    def step(self, optimizer: OptimizerView) -> None:
+        """End the step: every update is computed and every parameter of the next forward is the new one.
+
+        Writes to the swap files may still be under way behind it.
+        """
+        runtime = self._runtime
+        self.raise_failure()
+        if self.is_overlapped:
+            self._check_unchanged(optimizer)
+        else:
+            if optimizer.max_grad_norm is not None:
+                self.clip(optimizer.slots(), optimizer.max_grad_norm)
+            runtime.sink.check_writes()
+            self._submit(runtime.sink.pending())
+        runtime.step += 1
+        runtime.sink.step = runtime.step
+        runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
+        try:
+            self.wait_computed()
+        except BaseException as error:
+            self._tear(error)
+            raise
+        for group in runtime.resident_groups:
+            if group.index in self._submitted:
+                runtime.gatherer.refresh(group)
+        self._submitted.clear()
+        self._scale = None
+
+    def discard(self) -> None:
+        """Forget gradients that no step has used."""
+        self._runtime.sink.discard()
+        self._scale = None
+
+    def wait_computed(self) -> None:
+        """Wait until no update is being computed."""
+        for update in self._runtime.in_flight:
+            self._runtime.stalls.wait(update.computed, StallCause.OPTIMIZER)
+
+    def wait_written(self) -> None:
+        """Wait until the swap files hold every update."""
+        runtime = self._runtime
+        for update in runtime.in_flight:
+            runtime.stalls.wait(update.written, StallCause.NVME_WRITE)
+        runtime.in_flight.clear()
+        runtime.sink.check_writes()
+
+    def raise_failure(self) -> None:
+        """Raise what failed behind the training thread, once as itself and from then on as a lost state.
+
+        Raises:
+            IterationError: an update was lost; the parameters belong to two different steps.
+        """
+        if self._torn is not None:
+            raise IterationError(self._torn) from self._runtime.failure.error
+        if self._runtime.failure.error is not None:
+            error = self._runtime.failure.error
+            self._tear(error)
+            raise error
+
+    def abandon(self) -> None:
+        """The running iteration failed. What was already applied cannot be taken back."""
+        if self._submitted:
+            self._tear(RuntimeError("the backward failed after some parameters had been updated"))
+        self._submitted.clear()
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _tear(self, error: BaseException) -> None:
+        self._runtime.failure.note(error)
+        self._torn = (
+            f"step {self._runtime.step} was lost half-way ({type(error).__name__}: {error}); some parameters are "
+            "updated and others are not. Close this engine and start again from the last saved state"
+        )
+
+    def _refuse_clipping(self, what: str) -> None:
+        if self.is_overlapped:
+            raise ConfigError(
+                f"{what} needs the norm of all gradients before the first update, but schedule='overlapped' applies "
+                "each gradient as it arrives. Use schedule='synchronous'"
+            )
+
+    def _has_gradient(self, group: FlatGroup) -> bool:
+        return any(self._runtime.sink.has(group, slot) for slot in range(len(group.layout.slots)))
+
+    def _check_unchanged(self, optimizer: OptimizerView) -> None:
+        for index, hypers in self._submitted.items():
+            group = self._runtime.groups[index]
+            for slot, used in enumerate(hypers):
+                if used is not None and optimizer.hyper_of(group, slot) != used:
+                    raise IterationError(
+                        f"the hyperparameters of {group.layout.slots[slot].name!r} changed between backward and "
+                        "step(), but schedule='overlapped' had already used them. Change them after step(), or use "
+                        "schedule='synchronous'"
+                    )
+
+    def _submit(self, groups: Sequence[FlatGroup]) -> None:
+        runtime, optimizer = self._runtime, self._optimizer
+        if optimizer is None:
+            return
+        runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
+        updates = []
+        for group in groups:
+            gradient = runtime.sink.take(group)
+            state = runtime.states[group.index]
+            hypers = [
+                optimizer.hyper_of(group, slot) if there else None for slot, there in enumerate(gradient.present)
+            ]
+            if not any(hyper is not None for hyper in hypers):
+                gradient.release()
+                continue
+            for slot, hyper in enumerate(hypers):
+                state.steps[slot] += hyper is not None
+            update = GroupUpdate(
+                state=state,
+                copy=runtime.copies[group.index],
+                gradient=gradient,
+                hypers=hypers,
+                steps=tuple(state.steps),
+                grad_scale=self._scale,
+                step=runtime.step,
+                computed=Ticket(f"update of {group.key}"),
+                written=Ticket(f"write-back of {group.key}"),
+            )
+            update.copy.update = update.computed
+            self._submitted[group.index] = hypers
+            updates.append(update)
+        runtime.in_flight.extend(updates)
+        runtime.io.post(runtime.pipeline.submit, updates)
+
+
+def slots_of(parameters: Iterable[torch.Tensor], refs: Iterable[ParameterRef | None]) -> list[tuple[FlatGroup, int]]:
+    """The slots behind parameters; a parameter that is not offloaded is refused."""
+    found = []
+    for parameter, ref in zip(parameters, refs, strict=True):
+        if ref is None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is not offloaded; pass parameters of the "
+                "offloaded model"
+            )
+        found.append((ref.group, ref.slot))
+    return found
