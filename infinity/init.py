@@ -68,7 +68,8 @@ def staging_nbytes(model: nn.Module, groups: Sequence[FlatGroup]) -> int:
     peak = 0
     for start, _ in spans:
         peak = max(peak, sum(n for (a, b), n in zip(spans, sizes, strict=True) if a <= start <= b))
-    return peak + _CONVERT_NBYTES
+    converted = [min(g.shard_nbytes, _CONVERT_NBYTES) for g in groups if g.shard_dtype is not g.source_dtype]
+    return peak + max(converted, default=0)
 
 
 def fill_shards(runtime: Runtime, init_fn: InitFn | None, on_progress: Callable[[str], None] | None = None) -> None:
