@@ -139,7 +139,7 @@ class FakeGpu:
         self.capacity_nbytes = parse_nbytes(capacity)
         self._bandwidth = {CopyOp.UPLOAD: h2d, CopyOp.DOWNLOAD: d2h}
         self._latency_s = latency
-        self._clock = RealClock() if clock is None else clock
+        self.clock = RealClock() if clock is None else clock
         self._idle_at_s = {CopyOp.UPLOAD: 0.0, CopyOp.DOWNLOAD: 0.0}
         self._pages = _Pages(self.capacity_nbytes)
         self._regions: set[FakeRegion] = set()
@@ -227,13 +227,13 @@ class FakeGpu:
         self, region: FakeRegion, source: memoryview, label: str = "", *, offset_nbytes: int = 0
     ) -> LogEntry:
         """Like `upload`, but returns at once: the bytes have moved, the copy counts as done at `end_s`."""
-        return self._move(self._issue(CopyOp.UPLOAD, region, source, label, offset_nbytes, self._clock.now_s()))
+        return self._move(self._issue(CopyOp.UPLOAD, region, source, label, offset_nbytes, self.clock.now_s()))
 
     def start_download(
         self, region: FakeRegion, target: memoryview, label: str = "", *, offset_nbytes: int = 0
     ) -> LogEntry:
         """Like `download`, but returns at once: the bytes have moved, the copy counts as done at `end_s`."""
-        return self._move(self._issue(CopyOp.DOWNLOAD, region, target, label, offset_nbytes, self._clock.now_s()))
+        return self._move(self._issue(CopyOp.DOWNLOAD, region, target, label, offset_nbytes, self.clock.now_s()))
 
     async def upload_async(
         self, region: FakeRegion, source: memoryview, label: str = "", *, offset_nbytes: int = 0
@@ -247,13 +247,9 @@ class FakeGpu:
         """Copy device bytes to the host at the end of the modelled time; a cancelled copy moves nothing."""
         return await self._copy_async(CopyOp.DOWNLOAD, region, target, label, offset_nbytes)
 
-    def has_passed(self, end_s: float) -> bool:
-        """Whether the device's clock has reached `end_s`."""
-        return self._clock.now_s() >= end_s
-
     def wait_until(self, end_s: float) -> None:
         """Sleep on the device's clock until `end_s`."""
-        self._clock.sleep(end_s - self._clock.now_s())
+        self.clock.sleep(end_s - self.clock.now_s())
 
     # What a test or a computation on the device sees: no link, no time, no log ------------------------------------
 
@@ -387,7 +383,7 @@ class FakeGpu:
         try:
             now_s = asyncio.get_running_loop().time()
         except RuntimeError:  # no loop runs here
-            now_s = self._clock.now_s()
+            now_s = self.clock.now_s()
         self._log.append(LogEntry(self._number(), op, region.owner, region.nbytes, now_s, now_s))
 
     def _holders(self) -> dict[str, int]:
