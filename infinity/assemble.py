@@ -13,9 +13,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from storage.budget import TierBudget
-from storage.pool import HostPool
-from storage.store import ShardStore, StorageOptions
 from torch import nn
 
 from infinity.config import Config, DeviceKind, Precision, Schedule
@@ -41,6 +38,9 @@ from infinity.released import Access
 from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
 from infinity.units import UnitSpec, partition
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.store import ShardStore, StorageOptions
 
 _log = logging.getLogger(__name__)
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
@@ -261,8 +261,8 @@ def _allocate(
     )
     stalls = StallClock(
         config.nvme.io_timeout_s,
-        progress=lambda: runtime.progress(),
-        report=lambda: runtime.report(),
+        progress=lambda: runtime.progress(),  # noqa: PLW0108 - made below
+        report=lambda: runtime.report(),  # noqa: PLW0108 - made below
         on_stall=lambda cause, start_s, duration_s: trace.add(cause, "stall", start_s, duration_s),
     )
     for group in groups:

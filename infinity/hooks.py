@@ -13,7 +13,7 @@ are idempotent and none pushes or pops.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from infinity.groups import Unit
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 class UnitEvents(Protocol):
@@ -59,7 +61,7 @@ class GraphTasks:
         if task == -1 or task in self._open:
             return
         self._open.add(task)
-        Variable._execution_engine.queue_callback(lambda: self._ended(task))  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(lambda: self._ended(task))
 
     def _ended(self, task: int) -> None:
         self._open.discard(task)
@@ -88,6 +90,12 @@ class _PostBackward(torch.autograd.Function):
         return (None, *grads)
 
 
+def _uncompiled(hook: _Hook) -> _Hook:
+    """Keep torch.compile out of a hook: it resizes storages, which cannot be traced."""
+    disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 class UnitHooks:
     """The hooks of one unit, bound to its events."""
 
@@ -97,8 +105,8 @@ class UnitHooks:
 
     def install(self) -> list[RemovableHandle]:
         module = self._unit.module
-        pre = torch.compiler.disable(self._pre_forward)
-        post = torch.compiler.disable(self._post_forward)
+        pre = _uncompiled(self._pre_forward)
+        post = _uncompiled(self._post_forward)
         return [
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True),
             module.register_forward_hook(post, always_call=True),
@@ -111,7 +119,9 @@ class UnitHooks:
         flat, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if places:
-            wrapped = _PostBackward.apply(self._post_backward, *[flat[i] for i in places])
+            wrapped = _PostBackward.apply(  # type: ignore[no-untyped-call]
+                self._post_backward, *[flat[i] for i in places]
+            )
             for place, tensor in zip(places, wrapped, strict=True):
                 flat[place] = tensor
         new_args, new_kwargs = tree_unflatten(flat, spec)
@@ -154,8 +164,8 @@ class RootHooks:
         self._events = events
 
     def install(self) -> list[RemovableHandle]:
-        pre = torch.compiler.disable(lambda module, args: self._events.root_pre_forward())
-        post = torch.compiler.disable(lambda module, args, output: self._events.root_post_forward())
+        pre = _uncompiled(lambda module, args: self._events.root_pre_forward())
+        post = _uncompiled(lambda module, args, output: self._events.root_post_forward())
         return [
             self._model.register_forward_pre_hook(pre, prepend=True),
             self._model.register_forward_hook(post, always_call=True),

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from storage.align import align_down
-from storage.pool import Lease
-from storage.types import Ticket, TrafficTag
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause
 from infinity.runtime import Runtime
+from storage.align import align_down
+from storage.pool import Lease
+from storage.types import Ticket, TrafficTag
 
 INIT_STEP = -1
 _CONVERT_NBYTES = 1 << 20

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from storage.align import align_down
-
 from infinity.config import Schedule
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
@@ -25,6 +23,7 @@ from infinity.groups import FlatGroup, Unit
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import StateField
 from infinity.sizes import MIB, format_nbytes
+from storage.align import align_down
 
 _MIN_CHUNK_NUMEL = 16 * SHARD_ALIGN_NUMEL
 _TARGET_CHUNK_NBYTES = 16 * MIB

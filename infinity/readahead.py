@@ -22,14 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from storage.budget import TierBudget
-from storage.pool import HostPool
-from storage.types import Priority, Ticket, TrafficTag
-
 from infinity.devices.base import Fence
 from infinity.errors import PlacementError
 from infinity.order import Access, Mode, Phase
 from infinity.residency import CopyState, HostCopy
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.types import Priority, Ticket, TrafficTag
 
 
 class ShardReader(Protocol):

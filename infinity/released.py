@@ -9,12 +9,14 @@ hands every other operation to the engine, which gathers on use inside a forward
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from infinity.errors import NotGatheredError, UnsupportedModelError
 
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
 class Access(Protocol):
     """What a released parameter asks of its engine when an operation touches it."""
 
-    def use_released(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run `func` with the released arguments gathered, or raise NotGatheredError."""
 
 
@@ -80,9 +80,11 @@ def _metadata_functions() -> frozenset[Any]:
 
 
 _METADATA = _metadata_functions()
-_GRAD_GET = _TENSOR.grad.__get__  # type: ignore[attr-defined]
-_GRAD_SET = _TENSOR.grad.__set__  # type: ignore[attr-defined]
-_REQUIRES_GRAD_SET = _TENSOR.requires_grad.__set__
+# What `__torch_function__` is told when a property of a tensor is read or set is the bound method of its descriptor.
+_GRAD: Any = inspect.getattr_static(_TENSOR, "grad")
+_REQUIRES_GRAD: Any = inspect.getattr_static(_TENSOR, "requires_grad")
+_GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
+_REQUIRES_GRAD_SET = _REQUIRES_GRAD.__set__
 
 
 class ReleasedParameter(torch.Tensor):
@@ -117,18 +119,18 @@ class ReleasedParameter(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is _GRAD_GET:
+        if func == _GRAD_GET:
             return None
-        if func is _GRAD_SET:
+        if func == _GRAD_SET:
             if args[1] is None:
                 return None
             _refuse(args[0].ref.name, "setting .grad")
-        if func is _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
+        if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _keep_requires_grad(func, args, kwargs)
         return first_released(args, kwargs).ref.access.use_released(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Sequence[Any],
@@ -137,7 +139,7 @@ class ReleasedParameter(torch.Tensor):
     ) -> Any:
         _refuse(first_released(args, kwargs or {}).ref.name, str(func))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -152,16 +154,14 @@ def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     if bool(wanted) != parameter.requires_grad:
         raise UnsupportedModelError(
-            f"requires_grad of offloaded parameter {parameter.ref.name!r} cannot change: whether it trains decides where "
-            "its state lies. Freeze or unfreeze before infinity.offload"
+            f"requires_grad of offloaded parameter {parameter.ref.name!r} cannot change: whether it trains decides "
+            "where its state lies. Freeze or unfreeze before infinity.offload"
         )
     return parameter if func is _TENSOR.requires_grad_ else None
 
 
 def first_released(args: Sequence[Any], kwargs: dict[str, Any]) -> ReleasedParameter:
     """The first released parameter among the arguments of an operation, looking into lists and dicts."""
-    from torch.utils._pytree import tree_leaves
-
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, ReleasedParameter):
             return leaf

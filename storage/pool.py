@@ -1,0 +1,187 @@
+"""Host memory for transfers and for shards that stay: exact sizes, page aligned, every byte accounted for.
+
+Each lease is an anonymous memory map of its own size rounded up to a page, never to a power of two. A block that is
+given back is kept for the next lease of the same size, already faulted in (and pinned, where there is a device to pin
+it for); blocks of other sizes are unmapped when the capacity would be exceeded, so memory cannot fragment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from storage.align import PAGE_NBYTES, align_up
+from storage.errors import ClosedError, PoolExhaustedError
+
+_HUGE_NBYTES = 2 << 20
+Register = Callable[[int, int], Callable[[], None]]
+
+
+class _Block:
+    """One memory map."""
+
+    __slots__ = ("address", "memory", "nbytes", "unregister")
+
+    def __init__(self, nbytes: int, register: Register | None, *, huge_pages: bool) -> None:
+        mapped = mmap.mmap(-1, nbytes)
+        if huge_pages and nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self.nbytes = nbytes
+        self.memory = memoryview(mapped)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self.unregister = register(self.address, nbytes) if register is not None else None
+
+    def unmap(self) -> None:
+        """Drop the references; the map goes when nobody looks at it any more."""
+        if self.unregister is not None:
+            self.unregister()
+            self.unregister = None
+        self.memory = memoryview(b"")
+
+
+class Lease:
+    """A block in somebody's hands. `memory` has exactly the bytes asked for."""
+
+    __slots__ = ("_block", "_pool", "address", "memory", "nbytes", "owner")
+
+    def __init__(self, pool: HostPool, block: _Block, nbytes: int, owner: str) -> None:
+        self._pool = pool
+        self._block: _Block | None = block
+        self.nbytes = nbytes
+        self.owner = owner
+        self.address = block.address
+        self.memory = block.memory[:nbytes]
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes charged: `nbytes` rounded up to a page."""
+        return align_up(max(self.nbytes, 1), PAGE_NBYTES)
+
+    def array(self, dtype: str, offset_nbytes: int = 0, count: int | None = None) -> npt.NDArray[Any]:
+        """A numpy view of the memory."""
+        return np.frombuffer(self.memory, dtype=dtype, offset=offset_nbytes, count=-1 if count is None else count)
+
+    def release(self) -> None:
+        """Give the block back. Idempotent. Views of the memory must not be used afterwards."""
+        block, self._block = self._block, None
+        if block is not None:
+            self.memory = memoryview(b"")
+            self._pool._take_back(block, self.owner)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class HostPool:
+    """Leases of host memory up to a capacity. Thread safe; never waits.
+
+    Args:
+        capacity_nbytes: ceiling of leased and cached bytes together.
+        register: pins a block, given address and size, and returns what unpins it (cudaHostRegister).
+        huge_pages: advise the kernel to back large blocks with huge pages.
+    """
+
+    def __init__(self, capacity_nbytes: int, *, register: Register | None = None, huge_pages: bool = True) -> None:
+        self.capacity_nbytes = capacity_nbytes
+        self.leased_nbytes = 0
+        self.cached_nbytes = 0
+        self.peak_nbytes = 0
+        self._register = register
+        self._huge_pages = huge_pages
+        self._free: dict[int, list[_Block]] = {}  # by size; the size used longest ago first
+        self._holders: Counter[str] = Counter()
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    def holders(self) -> dict[str, int]:
+        """Bytes leased, by owner."""
+        with self._lock:
+            return {owner: nbytes for owner, nbytes in self._holders.items() if nbytes}
+
+    def lease(self, nbytes: int, owner: str) -> Lease:
+        """A page-aligned block of at least `nbytes`, with undefined content.
+
+        Raises:
+            PoolExhaustedError: leases alone would exceed the capacity.
+            ClosedError: the pool is closed.
+        """
+        size = align_up(max(nbytes, 1), PAGE_NBYTES)
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the host memory pool is closed")
+            if self.leased_nbytes + size > self.capacity_nbytes:
+                held = ", ".join(f"{who} {n}" for who, n in self._holders.most_common() if n)
+                raise PoolExhaustedError(
+                    f"{owner} needs {size} bytes of host memory, but {self.leased_nbytes} of {self.capacity_nbytes} "
+                    f"are leased, by: {held or 'nobody'}"
+                )
+            block = self._take(size)
+            self.leased_nbytes += size
+            self._holders[owner] += size
+            self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes + self.cached_nbytes)
+        return Lease(self, block, nbytes, owner)
+
+    def trim(self) -> None:
+        """Unmap every cached block."""
+        with self._lock:
+            self._evict(self.cached_nbytes)
+
+    def close(self, *, strict: bool = False) -> None:
+        """Unmap what is cached; leases given back later are unmapped at once. Idempotent.
+
+        Raises:
+            ClosedError: with `strict`, when leases are still out; it names their owners.
+        """
+        with self._lock:
+            self._is_closed = True
+            self._evict(self.cached_nbytes)
+            held = {owner: nbytes for owner, nbytes in self._holders.items() if nbytes}
+        if strict and held:
+            raise ClosedError(f"the host memory pool was closed while leases were out: {held}")
+
+    def _take(self, size: int) -> _Block:
+        cached = self._free.get(size)
+        if cached:
+            self.cached_nbytes -= size
+            block = cached.pop()
+            # The size counts as used just now: it is evicted last.
+            self._free[size] = self._free.pop(size)
+            return block
+        self._evict(self.leased_nbytes + self.cached_nbytes + size - self.capacity_nbytes)
+        return _Block(size, self._register, huge_pages=self._huge_pages)
+
+    def _evict(self, nbytes: int) -> None:
+        """Unmap cached blocks until at least `nbytes` are gone."""
+        for size in list(self._free):
+            blocks = self._free[size]
+            while blocks and nbytes > 0:
+                blocks.pop().unmap()
+                self.cached_nbytes -= size
+                nbytes -= size
+            if not blocks:
+                del self._free[size]
+
+    def _take_back(self, block: _Block, owner: str) -> None:
+        with self._lock:
+            self.leased_nbytes -= block.nbytes
+            self._holders[owner] -= block.nbytes
+            if not self._holders[owner]:
+                del self._holders[owner]
+            if self._is_closed:
+                block.unmap()
+                return
+            self._free.setdefault(block.nbytes, []).append(block)
+            self.cached_nbytes += block.nbytes
