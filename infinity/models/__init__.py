@@ -1,0 +1,1 @@
+"""Models that the command line trains."""
