@@ -1,0 +1,1 @@
+"""Text as bytes, and the batches that a run takes from it."""
