@@ -73,10 +73,12 @@ def shipped_text() -> Text:
 
 def _shipped_parts() -> Iterator[str]:
     try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions put it in a package of its own; docstrings are left
-        topics = {}
-    yield from (topics[name] for name in sorted(topics))
+        from pydoc_data import topics
+    except ImportError:
+        pages = {}  # some distributions put it in a package of its own; docstrings are left
+    else:
+        pages = topics.topics
+    yield from (pages[name] for name in sorted(pages))
     for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         yield from _docstrings(source)
 
@@ -110,7 +112,7 @@ def _read_all(paths: Sequence[Path]) -> Text:
 
 
 def _contents(path: Path) -> Iterator[bytes]:
-    """Text of a file, or of every text file below a folder; in a folder what is hidden, empty or binary is passed over."""
+    """Text of a file, or of every text file below a folder, where what is hidden, empty or binary is passed over."""
     if path.is_dir():
         found = False
         for file in sorted(path.rglob("*")):
