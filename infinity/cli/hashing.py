@@ -29,7 +29,7 @@ def hash_parameters(model: nn.Module, gathered: Gathered | None = None) -> dict[
 def hash_tensor(tensor: torch.Tensor) -> str:
     """Hash of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(memoryview(flat.numpy()))
+    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -63,7 +63,7 @@ def warm_up(precision: Precision) -> None:
     """One small forward and backward and one optimizer kernel: what libraries allocate for themselves is there then."""
     left = torch.randn(_PRODUCT, _PRODUCT, requires_grad=True)
     right = torch.randn(_PRODUCT, _PRODUCT, requires_grad=True)
-    torch.nn.functional.gelu(left @ right).sum().backward()
+    torch.autograd.backward(torch.nn.functional.gelu(left @ right).sum())
     threads = KernelThreads(None)
     try:
         kernel_for(precision, threads).warm_up()

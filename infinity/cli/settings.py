@@ -148,9 +148,11 @@ def _engine_config(options: TrainOptions) -> Config:
         changes["precision"] = options.precision
     if options.schedule is not None:
         changes["schedule"] = options.schedule
-    device = {"kind": options.device, "budget": options.device_budget}
-    nvme = {"paths": options.nvme or None, "io_timeout_s": options.io_timeout}
-    sections = {"device": device, "host": {"budget": options.host_budget}, "nvme": nvme}
+    sections: dict[str, dict[str, object]] = {
+        "device": {"kind": options.device, "budget": options.device_budget},
+        "host": {"budget": options.host_budget},
+        "nvme": {"paths": options.nvme or None, "io_timeout_s": options.io_timeout},
+    }
     for name, section in sections.items():
         given = {key: value for key, value in section.items() if value is not None}
         if given:
@@ -162,8 +164,8 @@ def _choose_schedule(config: Config, options: TrainOptions) -> tuple[Config, str
     needs_all = [name for name, used in (("--accumulate", options.accumulate > 1), ("--clip", options.clip)) if used]
     if config.schedule is Schedule.OVERLAPPED and needs_all:
         raise ConfigError(
-            f"schedule 'overlapped' contradicts {' and '.join(needs_all)}: it updates each unit as soon as its gradient "
-            "is complete, before the others are known; allowed: 'synchronous', 'auto'"
+            f"schedule 'overlapped' contradicts {' and '.join(needs_all)}: it updates each unit as soon as its "
+            "gradient is complete, before the others are known; allowed: 'synchronous', 'auto'"
         )
     if config.schedule is not Schedule.AUTO:
         return config, f"schedule: {config.schedule.value} (asked for)"
