@@ -10,21 +10,25 @@ PyTorch:
     optimizer = infinity.AdamW(model.parameters(), lr=3e-4)
 """
 
-from infinity.config import Config, DeviceConfig, DeviceKind, HostConfig, NvmeConfig, Precision, Schedule
-from infinity.engine import Engine, offload
-from infinity.errors import (
-    CheckpointError,
-    ConfigError,
-    DeviceOutOfMemoryError,
-    InfinityError,
-    IterationError,
-    NotGatheredError,
-    PlacementError,
-    UnsupportedModelError,
-)
-from infinity.gathered import gathered
-from infinity.init import empty_init
-from infinity.optim.adamw import AdamW, clip_grad_norm_
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.config import Config, DeviceConfig, DeviceKind, HostConfig, NvmeConfig, Precision, Schedule
+    from infinity.engine import Engine, offload
+    from infinity.errors import (
+        CheckpointError,
+        ConfigError,
+        DeviceOutOfMemoryError,
+        InfinityError,
+        IterationError,
+        NotGatheredError,
+        PlacementError,
+        UnsupportedModelError,
+    )
+    from infinity.gathered import gathered
+    from infinity.init import empty_init
+    from infinity.optim.adamw import AdamW, clip_grad_norm_
 
 __version__ = "0.1.0"
 
@@ -51,3 +55,25 @@ __all__ = [
     "gathered",
     "offload",
 ]
+
+_CONFIG = ("Config", "DeviceConfig", "DeviceKind", "HostConfig", "NvmeConfig", "Precision", "Schedule")
+_HOMES = {
+    "AdamW": "infinity.optim.adamw",
+    "Engine": "infinity.engine",
+    "clip_grad_norm_": "infinity.optim.adamw",
+    "empty_init": "infinity.init",
+    "gathered": "infinity.gathered",
+    "offload": "infinity.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used, so that the command line answers without loading torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+    home = _HOMES.get(name, "infinity.config" if name in _CONFIG else "infinity.errors")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

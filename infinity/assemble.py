@@ -1,48 +1,30 @@
-"""Assembly: from a model and a config to the parts of an engine, in the one order in which they can be made."""
+"""Assembly: from a model and a config to a placement, before anything is allocated."""
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import torch
 from torch import nn
 
+from infinity.allocate import Blueprint, allocate
 from infinity.config import Config, DeviceKind, Precision, Schedule
 from infinity.devices.base import Device
 from infinity.devices.select import make_device
 from infinity.errors import ConfigError, UnsupportedModelError
-from infinity.gather import Gatherer
-from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
 from infinity.init import staging_nbytes
-from infinity.io_loop import IoLoop
-from infinity.observe.stalls import StallClock
-from infinity.observe.trace import Trace
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
-from infinity.optim.pipeline import UpdatePipeline
-from infinity.optim.records import GroupState
-from infinity.order import AccessOrder
 from infinity.placement import Placement, Request, make_placement
-from infinity.readahead import ReadAhead
 from infinity.released import Access
-from infinity.residency import HostCopy
-from infinity.runtime import Failure, Runtime
+from infinity.runtime import Runtime
 from infinity.units import UnitSpec, partition
-from storage.budget import TierBudget
-from storage.pool import HostPool
-from storage.store import ShardStore, StorageOptions
 
-_log = logging.getLogger(__name__)
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
 _HOST_SHARE = 2
 
@@ -68,7 +50,8 @@ def assemble(model: nn.Module, config: Config, access: Access) -> Runtime:
         kernel = kernel_for(config.precision, threads)
         groups, units = _make_groups(specs, config.precision, kernel, device)
         placement = _plan(model, config, units, groups, kernel, device)
-        runtime = _allocate(model, config, access, placement, units, groups, kernel, device, stack)
+        blueprint = Blueprint(model, config, access, placement, units, groups, kernel, device)
+        runtime = allocate(blueprint, stack)
         runtime.closing = stack.pop_all()
     return runtime
 
@@ -172,148 +155,3 @@ def _plan(
             staging_nbytes=staging_nbytes(model, groups),
         )
     )
-
-
-def _open_store(config: Config, placement: Placement, stack: ExitStack) -> ShardStore | None:
-    if not placement.nvme_nbytes:
-        return None
-    if config.nvme.paths is None:
-        folder = Path(tempfile.mkdtemp(prefix="infinity-swap-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        paths: Sequence[Path] = (folder,)
-    else:
-        paths = config.nvme.paths
-    options = StorageOptions(
-        engine=config.nvme.engine.value, block_nbytes=config.nvme.block_nbytes, threads=config.nvme.threads
-    )
-    store = ShardStore.open(paths, placement.nvme_nbytes, options=options)
-    stack.callback(store.close)
-    return store
-
-
-def _create_keys(
-    store: ShardStore, placement: Placement, groups: Sequence[FlatGroup], states: dict[int, GroupState]
-) -> None:
-    for group in groups:
-        if group.index not in placement.pinned_params:
-            store.create(group.key, group.shard_nbytes)
-        if group.index in states and group.index not in placement.pinned_states:
-            for record in states[group.index].records:
-                store.create(record.key, record.nbytes)
-        if group.index in placement.spilled_gradients:
-            store.create(gradient_key(group), gradient_nbytes(group))
-
-
-def _allocate(
-    model: nn.Module,
-    config: Config,
-    access: Access,
-    placement: Placement,
-    units: Sequence[Unit],
-    groups: Sequence[FlatGroup],
-    kernel: Kernel,
-    device: Device,
-    stack: ExitStack,
-) -> Runtime:
-    states = {g.index: GroupState.build(g, placement.chunk_numel, kernel.fields) for g in groups if g.trainable}
-    register = device.host_register() if config.host.pin is not False else None
-    pool = HostPool(placement.host_budget_nbytes, register=register)
-    stack.callback(pool.close)
-    made: list[Runtime] = []
-    stack.callback(_free_memory, made)
-    store = _open_store(config, placement, stack)
-    if store is not None:
-        _create_keys(store, placement, groups, states)
-    budgets = {
-        "window": TierBudget("read-ahead window", placement.window_nbytes),
-        "gradients": TierBudget("gradients", placement.gradients_nbytes),
-        "transit": TierBudget("gradient transit", placement.transit_nbytes),
-        "pipeline": TierBudget("update pipeline", placement.pipeline_nbytes),
-        "device": device.budget,
-    }
-    io = IoLoop()
-    stack.callback(io.close)
-    worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-optimizer")
-    stack.callback(worker.shutdown)
-    trace = Trace()
-    failure = Failure()
-    copies = [HostCopy(group, pinned=group.index in placement.pinned_params) for group in groups]
-    for copy in copies:
-        copy.keep_at_turn = copy.group.index in placement.keep_at_turn
-        copy.keep_at_boundary = copy.group.index in placement.keep_at_boundary
-    read_ahead = ReadAhead(
-        store=store,
-        pool=pool,
-        window=budgets["window"],
-        copies=copies,
-        groups_of_unit=[[g.index for g in unit.groups] for unit in units],
-        keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
-    )
-    pipeline = UpdatePipeline(
-        store=store,
-        pool=pool,
-        budget=budgets["pipeline"],
-        kernel=kernel,
-        worker=worker,
-        read_ahead=read_ahead,
-        on_failure=failure.note,
-        on_chunk=lambda name, start_s, duration_s: trace.add(name, "optimizer", start_s, duration_s),
-    )
-    stalls = StallClock(
-        config.nvme.io_timeout_s,
-        progress=lambda: runtime.progress(),  # noqa: PLW0108 - made below
-        report=lambda: runtime.report(),  # noqa: PLW0108 - made below
-        on_stall=lambda cause, start_s, duration_s: trace.add(cause, "stall", start_s, duration_s),
-    )
-    for group in groups:
-        group.attach(device.torch_device, access)
-    runtime = Runtime(
-        model=model,
-        config=config,
-        placement=placement,
-        units=units,
-        groups=groups,
-        copies=copies,
-        states=states,
-        kernel=kernel,
-        device=device,
-        pool=pool,
-        budgets=budgets,
-        store=store,
-        io=io,
-        worker=worker,
-        stalls=stalls,
-        order=AccessOrder([unit.index for unit in units if not unit.resident]),
-        read_ahead=read_ahead,
-        pipeline=pipeline,
-        gatherer=Gatherer(device, groups, copies, read_ahead, io, stalls),
-        sink=GradientSink(
-            device=device,
-            pool=pool,
-            store=store,
-            held=budgets["gradients"],
-            transit=budgets["transit"],
-            spilled=placement.spilled_gradients,
-            updates_in_flight=lambda: any(not update.written.done for update in runtime.in_flight),
-            stalls=stalls,
-        ),
-        trace=trace,
-        failure=failure,
-        closing=ExitStack(),
-    )
-    made.append(runtime)
-    _pin_states(runtime)
-    return runtime
-
-
-def _free_memory(made: Sequence[Runtime]) -> None:
-    for runtime in made:
-        runtime.free_memory()
-
-
-def _pin_states(runtime: Runtime) -> None:
-    """Host memory for the state that is placed there for good; it is born zero."""
-    for index in runtime.placement.pinned_states:
-        if index in runtime.states:
-            for record in runtime.states[index].records:
-                record.lease = runtime.pool.lease(record.nbytes, record.key)

@@ -134,7 +134,7 @@ class Engine:
 
     def report(self) -> str:
         """Where every shard is and what is in flight."""
-        return self._runtime.report()
+        return self._runtime.inspection.report()
 
     # Access ----------------------------------------------------------------------------------------------------
 

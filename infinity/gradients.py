@@ -12,10 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from storage.budget import Reservation, TierBudget
-from storage.pool import HostPool, Lease
-from storage.store import ShardStore
-from storage.types import Priority, Ticket, TrafficTag
 
 from infinity.devices.base import Device, DeviceBlock, Fence
 from infinity.errors import PlacementError, UnsupportedModelError
@@ -23,6 +19,10 @@ from infinity.groups import FlatGroup
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.optim.clip import parameter_norm
+from storage.budget import Reservation, TierBudget
+from storage.pool import HostPool, Lease
+from storage.store import ShardStore
+from storage.types import Priority, Ticket, TrafficTag
 
 GRAD_DTYPE = torch.float32
 
@@ -266,7 +266,7 @@ class GradientSink:
             for fence in gradient.fences:
                 fence.wait()
             if gradient.lease is not None:
-                gradient.arrival.wait(None)
+                self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
             gradient.release()
         self._gradients.clear()
         self.end_backward()

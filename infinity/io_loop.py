@@ -67,6 +67,7 @@ class IoLoop:
         if pending:
             self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
 
 async def complete(coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:

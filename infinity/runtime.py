@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
-from storage.budget import TierBudget
-from storage.pool import HostPool
-from storage.store import ShardStore
 from torch import nn
 
 from infinity.config import Config
@@ -19,6 +15,7 @@ from infinity.gather import Gatherer
 from infinity.gradients import GradientSink
 from infinity.groups import FlatGroup, Unit
 from infinity.io_loop import IoLoop
+from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
 from infinity.optim.hyper import Kernel
@@ -28,6 +25,9 @@ from infinity.order import AccessOrder
 from infinity.placement import Placement
 from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.store import ShardStore
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,6 @@ class Runtime:
     budgets: dict[str, TierBudget]
     store: ShardStore | None
     io: IoLoop
-    worker: ThreadPoolExecutor
     stalls: StallClock
     order: AccessOrder
     read_ahead: ReadAhead
@@ -66,32 +65,17 @@ class Runtime:
     gatherer: Gatherer
     sink: GradientSink
     trace: Trace
+    inspection: Inspection
     failure: Failure
-    closing: ExitStack
+    in_flight: list[GroupUpdate]  # written by the training thread
+    closing: ExitStack = field(default_factory=ExitStack)
     step: int = 0
-    in_flight: list[GroupUpdate] = field(default_factory=list)  # written by the training thread
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
     is_closed: bool = False
 
     @property
     def resident_groups(self) -> list[FlatGroup]:
         return [group for unit in self.units if unit.resident for group in unit.groups]
-
-    def progress(self) -> int:
-        """Grows with everything that completes; the wait for a stuck transfer looks at it."""
-        return (self.store.progress if self.store is not None else 0) + self.pipeline.chunks_done
-
-    def report(self) -> str:
-        """Where every shard is and what is in flight, for error messages."""
-        lines = ["residency:"]
-        lines += [f"  {copy.describe()}{' (claimed)' if copy.is_claimed else ''}" for copy in self.copies]
-        for name, budget in self.budgets.items():
-            lines.append(f"{name}: {budget.used_nbytes} of {budget.limit_nbytes} bytes held, {budget.holders()}")
-            lines += [f"  waiting: {who}" for who in budget.waiting()]
-        if self.store is not None:
-            lines.append("in flight:")
-            lines += [f"  {what}" for what in self.store.describe_in_flight()]
-        return "\n".join(lines)
 
     def shut_down(self) -> None:
         """Close every part in reverse order of its making. Idempotent; an error is raised after all are closed."""

@@ -1,0 +1,209 @@
+"""Allocation: from a placement to the parts of an engine, in the one order in which they can be made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.config import Config, Schedule
+from infinity.devices.base import Device
+from infinity.gather import Gatherer
+from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
+from infinity.groups import FlatGroup, Unit
+from infinity.io_loop import IoLoop
+from infinity.observe.inspection import Inspection
+from infinity.observe.stalls import StallClock
+from infinity.observe.trace import Trace
+from infinity.optim.hyper import Kernel
+from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
+from infinity.optim.records import GroupState
+from infinity.order import AccessOrder
+from infinity.placement import Placement
+from infinity.readahead import ReadAhead
+from infinity.released import Access
+from infinity.residency import HostCopy
+from infinity.runtime import Failure, Runtime
+from infinity.swap_directories import swap_directories
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.store import ShardStore, StorageOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """Everything that is decided before anything is allocated."""
+
+    model: nn.Module
+    config: Config
+    access: Access
+    placement: Placement
+    units: Sequence[Unit]
+    groups: Sequence[FlatGroup]
+    kernel: Kernel
+    device: Device
+
+
+@dataclass(frozen=True, slots=True)
+class _Resources:
+    """What has to be closed, and what only holds memory."""
+
+    pool: HostPool
+    store: ShardStore | None
+    io: IoLoop
+    worker: ThreadPoolExecutor
+    states: dict[int, GroupState]
+    budgets: dict[str, TierBudget]
+    copies: list[HostCopy]
+    trace: Trace
+    failure: Failure
+
+
+def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
+    """Make the parts; each leaves on `stack` how it is closed.
+
+    Raises:
+        SwapFullError and other storage errors: `stack` undoes what was made.
+    """
+    placement, fields = plan.placement, plan.kernel.fields
+    states = {g.index: GroupState.build(g, placement.chunk_numel, fields) for g in plan.groups if g.trainable}
+    register = plan.device.host_register() if plan.config.host.pin is not False else None
+    pool = HostPool(placement.host_budget_nbytes, register=register)
+    stack.callback(pool.close)
+    made: list[Runtime] = []
+    stack.callback(_free_memory, made)
+    store = _open_store(plan, states, stack)
+    io = IoLoop()
+    stack.callback(io.close)
+    worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-optimizer")
+    stack.callback(worker.shutdown)
+    resources = _Resources(pool, store, io, worker, states, _budgets(plan), _copies(plan), Trace(), Failure())
+    runtime = _connect(plan, resources)
+    made.append(runtime)
+    _pin_states(runtime)
+    return runtime
+
+
+def _connect(plan: Blueprint, made: _Resources) -> Runtime:
+    """The parts that decide, over the resources they decide about."""
+    read_ahead = ReadAhead(
+        store=made.store,
+        pool=made.pool,
+        window=made.budgets["window"],
+        copies=made.copies,
+        groups_of_unit=[[g.index for g in unit.groups] for unit in plan.units],
+        keep_after_backward=plan.placement.schedule is Schedule.OVERLAPPED,
+    )
+    pipeline = UpdatePipeline(
+        store=made.store,
+        pool=made.pool,
+        budget=made.budgets["pipeline"],
+        kernel=plan.kernel,
+        worker=made.worker,
+        read_ahead=read_ahead,
+        on_failure=made.failure.note,
+        on_chunk=lambda name, start_s, duration_s: made.trace.add(name, "optimizer", start_s, duration_s),
+    )
+    inspection = Inspection(made.copies, made.budgets, made.store, pipeline)
+    stalls = StallClock(
+        plan.config.nvme.io_timeout_s,
+        progress=inspection.progress,
+        report=inspection.report,
+        on_stall=lambda cause, start_s, duration_s: made.trace.add(cause, "stall", start_s, duration_s),
+    )
+    in_flight: list[GroupUpdate] = []
+    for group in plan.groups:
+        group.attach(plan.device.torch_device, plan.access)
+    return Runtime(
+        model=plan.model,
+        config=plan.config,
+        placement=plan.placement,
+        units=plan.units,
+        groups=plan.groups,
+        copies=made.copies,
+        states=made.states,
+        kernel=plan.kernel,
+        device=plan.device,
+        pool=made.pool,
+        budgets=made.budgets,
+        store=made.store,
+        io=made.io,
+        stalls=stalls,
+        order=AccessOrder([unit.index for unit in plan.units if not unit.resident]),
+        read_ahead=read_ahead,
+        pipeline=pipeline,
+        gatherer=Gatherer(plan.device, plan.groups, made.copies, read_ahead, made.io, stalls),
+        sink=_sink(plan, made, stalls, in_flight),
+        trace=made.trace,
+        inspection=inspection,
+        failure=made.failure,
+        in_flight=in_flight,
+    )
+
+
+def _sink(plan: Blueprint, made: _Resources, stalls: StallClock, in_flight: list[GroupUpdate]) -> GradientSink:
+    return GradientSink(
+        device=plan.device,
+        pool=made.pool,
+        store=made.store,
+        held=made.budgets["gradients"],
+        transit=made.budgets["transit"],
+        spilled=plan.placement.spilled_gradients,
+        updates_in_flight=lambda: any(not update.written.done for update in in_flight),
+        stalls=stalls,
+    )
+
+
+def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
+    placement = plan.placement
+    return {
+        "window": TierBudget("read-ahead window", placement.window_nbytes),
+        "gradients": TierBudget("gradients", placement.gradients_nbytes),
+        "transit": TierBudget("gradient transit", placement.transit_nbytes),
+        "pipeline": TierBudget("update pipeline", placement.pipeline_nbytes),
+        "device": plan.device.budget,
+    }
+
+
+def _copies(plan: Blueprint) -> list[HostCopy]:
+    placement = plan.placement
+    copies = [HostCopy(group, pinned=group.index in placement.pinned_params) for group in plan.groups]
+    for copy in copies:
+        copy.keep_at_turn = copy.group.index in placement.keep_at_turn
+        copy.keep_at_boundary = copy.group.index in placement.keep_at_boundary
+    return copies
+
+
+def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack) -> ShardStore | None:
+    nvme, placement = plan.config.nvme, plan.placement
+    if not placement.nvme_nbytes:
+        return None
+    paths = stack.enter_context(swap_directories(nvme.paths))
+    options = StorageOptions(engine=nvme.engine.value, block_nbytes=nvme.block_nbytes, threads=nvme.threads)
+    store = ShardStore.open(paths, placement.nvme_nbytes, options=options)
+    stack.callback(store.close)
+    for group in plan.groups:
+        if group.index not in placement.pinned_params:
+            store.create(group.key, group.shard_nbytes)
+        if group.index in states and group.index not in placement.pinned_states:
+            for record in states[group.index].records:
+                store.create(record.key, record.nbytes)
+        if group.index in placement.spilled_gradients:
+            store.create(gradient_key(group), gradient_nbytes(group))
+    return store
+
+
+def _free_memory(made: Sequence[Runtime]) -> None:
+    for runtime in made:
+        runtime.free_memory()
+
+
+def _pin_states(runtime: Runtime) -> None:
+    """Host memory for the state that is placed there for good; it is born zero."""
+    for index in runtime.placement.pinned_states:
+        if index in runtime.states:
+            for record in runtime.states[index].records:
+                record.lease = runtime.pool.lease(record.nbytes, record.key)
