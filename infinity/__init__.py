@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         PlacementError,
         UnsupportedModelError,
     )
-    from infinity.gathered import gathered
+    from infinity.editing import gathered
     from infinity.init import empty_init
     from infinity.optim.adamw import AdamW, clip_grad_norm_
 
@@ -62,7 +62,7 @@ _HOMES = {
     "Engine": "infinity.engine",
     "clip_grad_norm_": "infinity.optim.adamw",
     "empty_init": "infinity.init",
-    "gathered": "infinity.gathered",
+    "gathered": "infinity.editing",
     "offload": "infinity.engine",
 }
 
