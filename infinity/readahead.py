@@ -116,6 +116,8 @@ class ReadAhead:
                 copy.awaits_update = phase is Phase.BACKWARD and copy.group.trainable
             else:
                 copy.drop()
+        elif copy.state is CopyState.WRITING and not self._is_kept(copy, phase):
+            copy.is_used_up = True
         self._wake()
         self.advance()
 
@@ -135,7 +137,7 @@ class ReadAhead:
         while not copy.claim():
             if not copy.update.done:
                 await copy.update
-            elif copy.state is CopyState.WRITING:
+            elif copy.state is CopyState.WRITING or copy.is_claimed:
                 await self.wait_change()
             elif copy.state is CopyState.FAILED:
                 copy.raise_lost_update()
@@ -171,7 +173,7 @@ class ReadAhead:
         if is_used_before:
             return copy.keep_at_turn and phase is Phase.BACKWARD
         return copy.state in (CopyState.READING, CopyState.CLEAN) or (
-            copy.state is CopyState.WRITING and copy.keep_at_boundary
+            copy.state is CopyState.WRITING and copy.stays_when_written
         )
 
     def stop(self) -> None:
@@ -181,7 +183,7 @@ class ReadAhead:
     def updated(self, copy: HostCopy) -> None:
         """The new bytes of a shard have landed in the swap file: keep the copy or give its memory back."""
         if copy.state is CopyState.WRITING:
-            if copy.keep_at_boundary:
+            if copy.stays_when_written:
                 copy.written()
             else:
                 copy.drop()

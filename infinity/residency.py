@@ -62,6 +62,7 @@ class HostCopy:
         self.pinned = pinned  # placed in host memory for good
         self.keep_at_turn = False
         self.keep_at_boundary = False
+        self.is_used_up = False  # used for what it was kept for while still being written behind
         self.awaits_update = False  # kept after backward because an update is expected to follow
         self.lost_update: BaseException | None = None  # why the newest bytes could not be written
         self.state = CopyState.ABSENT
@@ -70,31 +71,37 @@ class HostCopy:
         self.lease: Lease | None = None
         self.reservation: Reservation | None = None
         self.history: deque[CopyState] = deque([CopyState.ABSENT], maxlen=_HISTORY)
-        self._claims = 0
+        self._is_claimed = False
         self._claim_lock = threading.Lock()
 
     def claim(self) -> bool:
         """Keep the copy from being dropped while its bytes are used. False when it is not there to be used.
 
-        Bytes still being written behind may be used only if the copy will be kept: what a run reads from the swap
-        file must not depend on how fast a write landed.
+        What a run reads from the swap file must not depend on timing. So bytes still being written behind may be used
+        only if the copy will be kept; and a copy can be claimed again only after the loop has heard that the last claim
+        is over and has decided whether to keep it.
         """
         with self._claim_lock:
             usable = self.state in (CopyState.READING, CopyState.CLEAN) or (
-                self.state is CopyState.WRITING and self.keep_at_boundary
+                self.state is CopyState.WRITING and self.stays_when_written
             )
-            if usable and self.update.done:
-                self._claims += 1
+            if usable and self.update.done and not self._is_claimed:
+                self._is_claimed = True
                 return True
             return False
 
     def unclaim(self) -> None:
         with self._claim_lock:
-            self._claims -= 1
+            self._is_claimed = False
+
+    @property
+    def stays_when_written(self) -> bool:
+        """Whether a copy that is being written behind stays for the next forward, which has not used it yet."""
+        return self.keep_at_boundary and not self.is_used_up
 
     @property
     def is_claimed(self) -> bool:
-        return self._claims > 0
+        return self._is_claimed
 
     def begin_read(self, lease: Lease, reservation: Reservation | None, ticket: Ticket) -> None:
         self.lease, self.reservation, self.ticket = lease, reservation, ticket
@@ -105,7 +112,7 @@ class HostCopy:
 
     def begin_update(self, ticket: Ticket) -> None:
         self.ticket = ticket
-        self.awaits_update = False
+        self.awaits_update = self.is_used_up = False
         self._move(CopyState.UPDATING)
 
     def updated(self, written: Ticket) -> None:
@@ -119,7 +126,7 @@ class HostCopy:
     def drop(self) -> bool:
         """Give the memory back. Idempotent. False, and nothing happens, while the copy is claimed."""
         with self._claim_lock:
-            if self._claims:
+            if self._is_claimed:
                 return False
             if self.state is not CopyState.ABSENT:
                 self._move(CopyState.ABSENT)
