@@ -1,0 +1,66 @@
+"""Fixtures for every test, and a check after each that the engine left nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import infinity
+from tests.leaks import LeakCheck, check_empty
+
+_CHECKED = ("infinity", "parity", "mechanics", "faults", "memory")
+
+MakeEngine = Callable[..., infinity.Engine]
+
+
+def _is_checked(path: Path) -> bool:
+    here = Path(__file__).parent
+    return path.is_relative_to(here) and path.relative_to(here).parts[0] in _CHECKED
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No thread, file descriptor or swap folder survives a test of the engine."""
+    if not _is_checked(request.node.path):
+        yield
+        return
+    before = LeakCheck.take()
+    yield
+    before.check(_folders_of(request))
+
+
+def _folders_of(request: pytest.FixtureRequest) -> list[Path]:
+    return [request.node.funcargs["tmp_path"]] if "tmp_path" in request.node.funcargs else []
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Iterator[MakeEngine]:
+    """`infinity.offload` with small budgets and swap files in `tmp_path`; engines are closed and must be empty then."""
+    engines: list[infinity.Engine] = []
+
+    def make(model: nn.Module, *, init_fn: Any = None, **settings: Any) -> infinity.Engine:
+        engine = infinity.offload(model, small_config(tmp_path, **settings), init_fn=init_fn)
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()
+        check_empty(engine)
+
+
+def small_config(folder: Path, **settings: Any) -> infinity.Config:
+    """Settings for the models of `tests.zoo`: everything streams, nothing waits for long."""
+    chosen: dict[str, Any] = {
+        "precision": "fp32",
+        "device": {"kind": "cpu", "budget": "8MiB"},
+        "host": {"budget": "1MiB"},
+        "resident_threshold": "1KiB",
+        "optimizer_threads": 1,
+    }
+    nvme = {"paths": [folder], "io_timeout_s": 10.0, "threads": 2} | settings.pop("nvme", {})
+    return infinity.Config(**(chosen | settings), nvme=nvme)
