@@ -9,6 +9,7 @@ import torch
 import xxhash
 from torch import nn
 
+_PIECE_NBYTES = 4 << 20
 Gathered = Callable[[nn.Module], AbstractContextManager[None]]
 
 
@@ -27,9 +28,12 @@ def hash_parameters(model: nn.Module, gathered: Gathered | None = None) -> dict[
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
-    """Hash of a tensor's bytes."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
+    """Hash of a tensor's bytes, in pieces. A piece is copied: numpy must not hold on to an offloaded parameter."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    state = xxhash.xxh3_128()
+    for piece in flat.split(_PIECE_NBYTES):
+        state.update(piece.to("cpu", copy=True).numpy().data)
+    return str(state.hexdigest())
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,163 @@
+"""The JSON object of `infinity train --json`: everything a run measured, beside what was computed before it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.cli.baseline import Comparison
+from infinity.cli.memory import activation_nbytes, peak_rss_bytes
+from infinity.cli.records import Counters, StepRecord, seconds_of_a_step
+from infinity.cli.settings import RunSettings
+from infinity.config import DeviceKind
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.observe.metrics import Traffic
+from infinity.plan.summary import Plan
+from infinity.plan.traffic import StepTraffic
+
+_KINDS = ("param", "state", "grad")
+_GATHERS = ("ready", "in_flight", "demand")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is read from an engine before it is closed."""
+
+    plan: Plan
+    counters: Counters
+    traffic: Traffic
+    io_engine: str
+    device: DeviceKind
+
+    @classmethod
+    def of(cls, engine: Engine, device: DeviceKind) -> Measured:
+        """Waits until everything under way has landed."""
+        return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine, device)
+
+
+def make_report(
+    settings: RunSettings,
+    records: Sequence[StepRecord],
+    measured: Measured,
+    *,
+    first_step: int,
+    interpreter_nbytes: int,
+    source: str,
+) -> dict[str, Any]:
+    """The report of an offloaded run, without a baseline (`baseline` is null)."""
+    training, plan, counters = settings.training, measured.plan, measured.counters
+    step_seconds = [record.seconds for record in records]
+    budgets = {
+        "device": plan.placement.device_budget_nbytes,
+        "host": plan.placement.host_budget_nbytes,
+        "nvme": settings.config.nvme.budget or plan.placement.nvme_nbytes,
+    }
+    peaks = {tier: int(counters[f"{tier}/peak_bytes"]) for tier in ("device", "host")}
+    memory = _memory(settings, measured, budgets, interpreter_nbytes)
+    return {
+        "config": {
+            "preset": settings.options.preset,
+            "training": asdict(training),
+            "engine": settings.config.model_dump(mode="json"),
+            "notes": list(settings.notes),
+            "text": source,
+        },
+        "model": {
+            "parameters": plan.parameters,
+            "state_bytes": plan.state_bytes,
+            "units": plan.units,
+        },
+        "first_step": first_step,
+        "losses": [record.loss for record in records],
+        "grad_norms": [record.grad_norm for record in records],
+        "step_seconds": step_seconds,
+        "tokens_per_second": training.tokens_per_step / seconds_of_a_step(step_seconds),
+        "peak_rss_bytes": memory["peak_rss_bytes"],
+        "memory": memory,
+        "budgets": budgets,
+        "peaks": peaks | {"nvme": plan.placement.nvme_nbytes},
+        "plan": [asdict(row) for row in plan.table()],
+        "traffic": asdict(measured.traffic),
+        "expected_traffic": _expected(settings, plan, len(records), is_resumed=first_step > 0),
+        "stalls": _by_prefix(counters, "stall/", "_s"),
+        "readahead": _readahead(records, counters),
+        "io_engine": measured.io_engine,
+        "prediction": {"step_seconds": None},
+        "baseline": None,
+    }
+
+
+def add_baseline(report: dict[str, Any], comparison: Comparison, first_step: int) -> None:
+    """Put the comparison with plain PyTorch into a report; its lists cover the same steps as the report's."""
+    plain = comparison.plain
+    report["baseline"] = {
+        "losses": plain.losses[first_step:],
+        "grad_norms": plain.grad_norms[first_step:],
+        "step_seconds": plain.step_seconds[first_step:],
+        "peak_rss_bytes": plain.peak_rss_bytes,
+        "losses_equal": comparison.losses_equal,
+        "parameters_equal": comparison.parameters_equal,
+        "parameters_reason": comparison.reason,
+        "different_parameters": list(comparison.different),
+    }
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write a report; raises ConfigError when the file cannot be written."""
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written: {error.strerror or error}") from error
+
+
+def _memory(
+    settings: RunSettings, measured: Measured, budgets: dict[str, int], interpreter_nbytes: int
+) -> dict[str, int]:
+    on_gpu = measured.device is DeviceKind.CUDA
+    terms = {
+        "interpreter_bytes": interpreter_nbytes,
+        "activation_bytes": 0 if on_gpu else activation_nbytes(settings.training),
+        "device_budget_bytes": 0 if on_gpu else budgets["device"],
+        "host_budget_bytes": budgets["host"],
+    }
+    return terms | {"bound_bytes": sum(terms.values()), "peak_rss_bytes": peak_rss_bytes()}
+
+
+def _expected(settings: RunSettings, plan: Plan, steps: int, *, is_resumed: bool) -> list[dict[str, int]]:
+    shift = 1 if is_resumed else 0
+    accumulate = settings.training.accumulate
+    return [_traffic_json(plan.expected_traffic(step + shift, accumulate)) for step in range(steps)]
+
+
+def _traffic_json(traffic: StepTraffic) -> dict[str, int]:
+    counts = {"nvme_read_bytes": traffic.read_nbytes, "nvme_write_bytes": traffic.write_nbytes}
+    kinds = {kind: getattr(traffic, kind) for kind in _KINDS}
+    counts["nvme_read_padding_bytes"] = sum(part.read_padding_nbytes for part in kinds.values())
+    counts["nvme_write_padding_bytes"] = sum(part.write_padding_nbytes for part in kinds.values())
+    for kind, part in kinds.items():
+        counts[f"nvme_read_bytes/{kind}"] = part.read_nbytes
+        counts[f"nvme_write_bytes/{kind}"] = part.write_nbytes
+    return counts
+
+
+def _by_prefix(counters: Counters, prefix: str, suffix: str) -> dict[str, float]:
+    return {
+        name.removeprefix(prefix).removesuffix(suffix): value
+        for name, value in counters.items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+
+
+def _readahead(records: Sequence[StepRecord], counters: Counters) -> dict[str, float | int | None]:
+    """Reads ahead and on demand, and how gathers found their bytes; the share counts from the second step on."""
+    counts: dict[str, float | int | None] = {
+        name: int(value) for name, value in _by_prefix(counters, "readahead/", "").items()
+    }
+    later = {name: int(sum(r.moved(f"readahead/gathers_{name}") for r in records[1:])) for name in _GATHERS}
+    total = sum(later.values())
+    counts["ahead_share_after_first_step"] = (total - later["demand"]) / total if total else None
+    return counts

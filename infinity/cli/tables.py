@@ -1,0 +1,156 @@
+"""Tables before and after a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from infinity.plan.summary import Plan
+from infinity.plan.traffic import StepTraffic
+from infinity.sizes import format_nbytes
+
+_KINDS = ("param", "state", "grad")
+
+
+def preflight(plan: Plan, *, accumulate: int, io_engine: str, notes: tuple[str, ...], is_resumed: bool) -> Group:
+    """What lies on which tier and why, and what a step moves."""
+    title = Text(
+        f"{plan.parameters:,} parameters in {plan.units} units, {format_nbytes(plan.state_bytes)} of state "
+        f"({plan.state_bytes / _budget_nbytes(plan):.1f} times the device and host budgets together)"
+    )
+    lines = [Text(note) for note in (*notes, f"swap files: {io_engine}", *plan.placement.notes)]
+    return Group(title, _tiers(plan), _step_traffic(plan, accumulate, is_resumed), *lines)
+
+
+def _budget_nbytes(plan: Plan) -> int:
+    return plan.placement.device_budget_nbytes + plan.placement.host_budget_nbytes
+
+
+def _tiers(plan: Plan) -> Table:
+    table = Table("tier", "what", box=box.SIMPLE, pad_edge=False)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("why")
+    placement = plan.placement
+    budgets = {
+        "device": (placement.device_budget_nbytes, placement.device_minimum_nbytes),
+        "host": (placement.host_budget_nbytes, placement.host_minimum_nbytes),
+    }
+    rows = plan.table()
+    for tier in dict.fromkeys(row.tier for row in rows):
+        if tier in budgets:
+            budget, least = budgets[tier]
+            why = f"{format_nbytes(least)} is the smallest that works"
+            table.add_row(tier, "budget", format_nbytes(budget), why, style="bold")
+        for row in rows:
+            if row.tier == tier:
+                table.add_row(tier, row.what, format_nbytes(row.nbytes), row.why)
+    return table
+
+
+def _step_traffic(plan: Plan, accumulate: int, is_resumed: bool) -> Table:
+    table = Table(title="NVMe bytes per step, as computed", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("step")
+    for kind in _KINDS:
+        table.add_column(f"{kind} read", justify="right")
+        table.add_column(f"{kind} written", justify="right")
+    table.add_column("all read", justify="right", style="bold")
+    table.add_column("all written", justify="right", style="bold")
+    first = plan.expected_traffic(1 if is_resumed else 0, accumulate)
+    later = plan.expected_traffic(1, accumulate)
+    for name, traffic in (("first", first), ("later", later)):
+        table.add_row(name, *_cells(traffic))
+    return table
+
+
+def _cells(traffic: StepTraffic) -> list[str]:
+    cells: list[str] = []
+    for kind in _KINDS:
+        part = getattr(traffic, kind)
+        cells += [format_nbytes(part.read_nbytes), format_nbytes(part.write_nbytes)]
+    return [*cells, format_nbytes(traffic.read_nbytes), format_nbytes(traffic.write_nbytes)]
+
+
+def summary(report: dict[str, Any]) -> RenderableType:
+    """The finished run, from its JSON report."""
+    table = Table(title="Summary", title_justify="left", box=box.SIMPLE, pad_edge=False, show_header=False)
+    table.add_column("what", no_wrap=True)
+    table.add_column("value")
+    for name, value in _summary_rows(report):
+        table.add_row(name, Text(value))
+    if report.get("baseline") is None:
+        return table
+    return Group(table, _side_by_side(report))
+
+
+def _summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    losses, memory = report["losses"], report["memory"]
+    rows = [
+        ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps"),
+        ("speed", f"{_mean_step(report):.3f} s per step, {report['tokens_per_second']:,.0f} tokens/s"),
+        ("peak memory", f"{format_nbytes(memory['peak_rss_bytes'])} of at most {format_nbytes(memory['bound_bytes'])}"),
+    ]
+    terms = ("interpreter", "activation", "device_budget", "host_budget")
+    rows.append(("", ", ".join(f"{t.replace('_', ' ')} {format_nbytes(memory[f'{t}_bytes'])}" for t in terms)))
+    for tier in ("device", "host", "nvme"):
+        peak, budget = report["peaks"][tier], report["budgets"][tier]
+        rows.append((f"{tier} peak", f"{format_nbytes(peak)} of {format_nbytes(budget)}"))
+    rows += _traffic_rows(report)
+    rows.append(("stalls", _stalls(report)))
+    ahead = report["readahead"]["ahead_share_after_first_step"]
+    if ahead is not None:
+        rows.append(("read ahead", f"{ahead:.1%} of reads complete or in flight when needed, after the first step"))
+    rows.append(("swap files", report["io_engine"]))
+    return rows
+
+
+def _stalls(report: dict[str, Any]) -> str:
+    stalls = report["stalls"]
+    share = stalls["total"] / max(sum(report["step_seconds"]), 1e-9)
+    causes = [f"{cause} {seconds:.2f} s" for cause, seconds in stalls.items() if cause != "total" and seconds >= 0.005]
+    return f"{stalls['total']:.2f} s ({share:.0%} of the time)" + (": " + ", ".join(causes) if causes else "")
+
+
+def _mean_step(report: dict[str, Any]) -> float:
+    seconds = report["step_seconds"][1:] or report["step_seconds"]
+    return float(sum(seconds) / len(seconds))
+
+
+def _traffic_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    traffic, expected = report["traffic"], report["expected_traffic"]
+    counted = traffic["per_step"][-1]
+    names = ("nvme_read_bytes", "nvme_write_bytes")
+    same = all(c[n] == e[n] for c, e in zip(traffic["per_step"], expected, strict=True) for n in names)
+    read, written = (format_nbytes(counted[name]) for name in names)
+    verdict = "exactly as computed, in every step" if same else "NOT as computed; see expected_traffic in --json"
+    total = traffic["total"]
+    return [
+        ("nvme per step", f"{read} read, {written} written: {verdict}"),
+        (
+            "nvme in total",
+            f"{format_nbytes(total['nvme_read_bytes'])} read, {format_nbytes(total['nvme_write_bytes'])} written "
+            f"({format_nbytes(traffic['initialisation']['nvme_write_bytes'])} of it initial values)",
+        ),
+    ]
+
+
+def _side_by_side(report: dict[str, Any]) -> Group:
+    plain = report["baseline"]
+    table = Table("", title="Beside plain PyTorch", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    table.add_column("infinity", justify="right")
+    table.add_column("plain PyTorch", justify="right")
+    table.add_row("first loss", f"{report['losses'][0]:.6f}", f"{plain['losses'][0]:.6f}")
+    table.add_row("last loss", f"{report['losses'][-1]:.6f}", f"{plain['losses'][-1]:.6f}")
+    table.add_row("seconds per step", f"{_mean_step(report):.3f}", f"{_mean_step(plain):.3f}")
+    table.add_row(
+        "peak memory", format_nbytes(report["memory"]["peak_rss_bytes"]), format_nbytes(plain["peak_rss_bytes"])
+    )
+    equal = {True: "equal", False: "DIFFERENT", None: "not compared"}
+    lines = [
+        f"losses: {'bitwise equal' if plain['losses_equal'] else 'different'}",
+        f"final parameters: {equal[plain['parameters_equal']]} ({plain['parameters_reason']})",
+    ]
+    return Group(table, *map(Text, lines))
