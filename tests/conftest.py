@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import infinity
@@ -17,9 +18,9 @@ _CHECKED = ("infinity", "parity", "mechanics", "faults", "memory")
 MakeEngine = Callable[..., infinity.Engine]
 
 
-def _is_checked(path: Path) -> bool:
+def _is_checked(path: Path, folders: tuple[str, ...] = _CHECKED) -> bool:
     here = Path(__file__).parent
-    return path.is_relative_to(here) and path.relative_to(here).parts[0] in _CHECKED
+    return path.is_relative_to(here) and path.relative_to(here).parts[0] in folders
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +32,16 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = LeakCheck.take()
     yield
     before.check(_folders_of(request))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whole training runs use one thread of torch: the models are small, and other tests may run beside."""
+    threads = torch.get_num_threads()
+    if _is_checked(request.node.path, ("parity", "mechanics", "faults")):
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _folders_of(request: pytest.FixtureRequest) -> list[Path]:

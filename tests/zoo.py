@@ -85,3 +85,147 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """A model with the same values every time."""
     torch.manual_seed(seed)
     return make()
+
+
+class Attention(nn.Module):
+    """Reads weights of a child that is never called: `nn.MultiheadAttention.out_proj`."""
+
+    def __init__(self, width: int = 32, blocks: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 40, dropout=0.1, batch_first=True) for _ in range(blocks)
+        )
+        self.single = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.head = nn.Linear(width, 29)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = x + self.single(x, x, x, need_weights=False)[0]
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Adapted(nn.Module):
+    """A frozen projection with a trained low-rank adapter beside it; the frozen part may have another dtype."""
+
+    def __init__(self, width: int, frozen_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, dtype=frozen_dtype)
+        self.base.requires_grad_(False)
+        self.a = nn.Linear(width, 3, bias=False)
+        self.b = nn.Linear(3, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.b(self.a(x))
+        return x + F.gelu(y)
+
+
+class Frozen(nn.Module):
+    """Units that train in part, one that does not train at all, and a parameter of integers."""
+
+    def __init__(self, width: int = 37, frozen_dtype: torch.dtype = torch.float32, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, width)
+        self.embed.requires_grad_(False)
+        self.order = nn.Parameter(torch.randperm(width), requires_grad=False)
+        self.blocks = nn.ModuleList(Adapted(width, frozen_dtype) for _ in range(blocks))
+        self.whole = Block(width)
+        self.whole.requires_grad_(False)
+        self.head = nn.Linear(width, 29, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)[..., self.order]
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(self.whole(x))
+        return out
+
+
+class Odd(nn.Module):
+    """Parameters without dimensions, without elements, and with one element; a frozen one beside them."""
+
+    def __init__(self, width: int = 37) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.one = nn.Parameter(torch.randn(1))
+        self.shift = nn.Parameter(torch.randn(width), requires_grad=False)
+        self.line = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.line(x) * self.scale + self.one + self.shift + self.empty.sum()
+        return x + y
+
+
+class OddNet(nn.Module):
+    """A net of `Odd` blocks, with a scalar of its own at the top."""
+
+    def __init__(self, width: int = 37) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+        self.embed = nn.Embedding(29, width)
+        self.blocks = nn.ModuleList(Odd(width) for _ in range(3))
+        self.head = nn.Linear(width, 29)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x) * self.temperature
+        return out
+
+
+class Skipping(Net):
+    """Leaves out a block, another one every time; the last block is never used."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+        self.calls = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        skipped = self.calls % 4  # 3 is the unused block: nothing else is left out then
+        self.calls += 1
+        x = self.embed(ids)
+        for number, block in enumerate(list(self.blocks)[:3]):
+            if number != skipped:
+                x = block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Outer(nn.Module):
+    """A unit with parameters of its own around another unit."""
+
+    def __init__(self, width: int = 37, checkpointing: str | None = None) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.randn(width, width) / width)
+        self.inner = nn.ModuleList(Block(width) for _ in range(2))
+        self.after = nn.Parameter(torch.randn(width, width) / width)
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.before
+        for block in self.inner:
+            if self.checkpointing is None:
+                y = block(y)
+            else:
+                y = checkpoint(block, y, use_reentrant=self.checkpointing == "re")
+        return x + y @ self.after
+
+
+class Nested(nn.Module):
+    """Units inside units."""
+
+    def __init__(self, width: int = 37, checkpointing: str | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, width)
+        self.first = Outer(width, checkpointing)
+        self.second = Outer(width, checkpointing)
+        self.head = nn.Linear(width, 29)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.second(self.first(self.embed(ids))))
+        return out

@@ -87,7 +87,7 @@ def _run(
     for step in range(loop.steps):
         for _ in range(loop.micro_batches(step)):
             loss = loop.loss(model, loop.batch(number))
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
             number += 1
         if loop.max_norm is not None and clip is not None:
@@ -111,7 +111,7 @@ def _gather_each(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, released in list(model.named_parameters()):
         module = model.get_submodule(name.rpartition(".")[0])
         with infinity.gathered(released):
-            yield name, module._parameters[name.rpartition(".")[2]].detach().clone()
+            yield name, getattr(module, name.rpartition(".")[2]).detach().clone()
 
 
 def assert_same(plain: Outcome, ours: Outcome) -> None:
