@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity.config import Config, DeviceConfig, DeviceKind, HostConfig, NvmeConfig, Precision, Schedule
+    from infinity.editing import gathered
     from infinity.engine import Engine, offload
     from infinity.errors import (
         CheckpointError,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         PlacementError,
         UnsupportedModelError,
     )
-    from infinity.editing import gathered
     from infinity.init import empty_init
     from infinity.optim.adamw import AdamW, clip_grad_norm_
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from storage.types import Priority, TrafficTag
 
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause
 from infinity.order import Phase
 from infinity.runtime import Runtime
+from storage.types import Priority, TrafficTag
 
 
 class ParameterAccess:

@@ -19,12 +19,12 @@ from collections import deque
 from enum import Enum
 
 import torch
-from storage.budget import Reservation
-from storage.pool import Lease
-from storage.types import Ticket
 
 from infinity.errors import InfinityError
 from infinity.groups import FlatGroup
+from storage.budget import Reservation
+from storage.pool import Lease
+from storage.types import Ticket
 
 _HISTORY = 8
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
-from storage.types import Ticket
 
 from infinity.config import Schedule
 from infinity.errors import ConfigError, IterationError
@@ -22,6 +21,7 @@ from infinity.optim.hyper import AdamWHyper
 from infinity.optim.pipeline import GroupUpdate
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
+from storage.types import Ticket
 
 
 class OptimizerView(Protocol):

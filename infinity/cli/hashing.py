@@ -31,7 +31,7 @@ def hash_tensor(tensor: torch.Tensor) -> str:
     """Hash of a tensor's bytes, in pieces. A piece is copied: numpy must not hold on to an offloaded parameter."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     state = xxhash.xxh3_128()
-    for piece in flat.split(_PIECE_NBYTES):
+    for piece in torch.split(flat, _PIECE_NBYTES):
         state.update(piece.to("cpu", copy=True).numpy().data)
     return str(state.hexdigest())
 

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from storage.types import Op
-
 from infinity.runtime import Runtime
+from storage.types import Op
 
 Counts = dict[str, int]
 

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from storage.budget import TierBudget
-from storage.pool import HostPool, Lease
-from storage.types import Priority, Ticket, TrafficTag
 
 from infinity.gradients import GroupGradient
 from infinity.optim.hyper import AdamWHyper, Kernel, Piece
 from infinity.optim.records import GroupState, Record
 from infinity.readahead import ReadAhead, ShardReader
 from infinity.residency import CopyState, HostCopy
+from storage.budget import TierBudget
+from storage.pool import HostPool, Lease
+from storage.types import Priority, Ticket, TrafficTag
 
 
 class ShardWriter(ShardReader, Protocol):

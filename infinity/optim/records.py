@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from storage.pool import Lease
 
 from infinity.groups import FlatGroup
 from infinity.layout import Chunk
 from infinity.optim.hyper import StateField
+from storage.pool import Lease
 
 
 def record_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:

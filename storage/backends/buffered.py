@@ -1,47 +1,48 @@
 """Buffered transfers through aiofiles: the portable path, for file systems and systems without O_DIRECT.
 
-One asyncio loop on its own thread runs a few workers over a priority queue. Every worker has its own file object per
-file, because the position of a file object is shared by everybody who uses it.
+One asyncio loop on its own thread runs a few workers over the same kind of queue as `direct`. Every worker has its own
+file object per file, because the position of a file object is shared by everybody who uses it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiofiles
 
-from storage.align import split_blocks
-from storage.backends.direct import io_error
-from storage.errors import ClosedError, ShortIoError
+from storage.backends.queue import BlockQueue
+from storage.backends.system import io_error, short_error
 from storage.types import IoRequest, Op
 
-_JOIN_TIMEOUT_S = 30.0
+_log = logging.getLogger(__name__)
 
 
 class BufferedBackend:
     """Serves requests with `seek`, `readinto` and `write` on aiofiles' threads.
 
     Args:
-        threads: transfers served at the same time.
+        threads: blocks transferred at the same time.
         block_nbytes: bytes of one read or write.
+        close_timeout_s: how long `close` waits for calls that are in the kernel.
     """
 
     name = "buffered"
     opens_direct = False
 
-    def __init__(self, *, threads: int, block_nbytes: int) -> None:
-        self._block_nbytes = block_nbytes
-        self._numbers = itertools.count()
-        self._queue: asyncio.PriorityQueue[tuple[int, int, IoRequest]] = asyncio.PriorityQueue()
-        self._requests: set[IoRequest] = set()
-        self._lock = threading.Lock()
-        self._is_closed = False
+    def __init__(self, *, threads: int, block_nbytes: int, close_timeout_s: float = 30.0) -> None:
+        self._queue = BlockQueue(block_nbytes)
+        self._workers = threads
+        self._close_timeout_s = close_timeout_s
         self._blocks_done = 0
         self._loop = asyncio.new_event_loop()
-        self._workers_wanted = threads
+        self._has_work = asyncio.Event()
+        self._is_closing = False
+        self._is_closed = False
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="infinity-io-buffered", daemon=True)
         self._thread.start()
 
@@ -50,80 +51,77 @@ class BufferedBackend:
         return self._blocks_done
 
     def submit(self, request: IoRequest) -> None:
+        self._queue.put(request)
         with self._lock:
-            if self._is_closed:
-                raise ClosedError("the I/O backend is closed")
-            self._requests.add(request)
-            self._loop.call_soon_threadsafe(
-                self._queue.put_nowait, (int(request.priority), next(self._numbers), request)
-            )
+            if not self._is_closed:  # else `close` has taken the request out of the queue again
+                self._loop.call_soon_threadsafe(self._has_work.set)
 
     def in_flight(self) -> list[IoRequest]:
-        with self._lock:
-            return list(self._requests)
+        return self._queue.requests()
 
     def close(self) -> None:
+        for transfer in self._queue.close():
+            transfer.complete()
         with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_TIMEOUT_S)
-        for request in self.in_flight():
-            request.ticket.set_exception(ClosedError("the I/O backend was closed before the transfer was served"))
+            if not self._is_closed:
+                self._is_closed = True
+                self._loop.call_soon_threadsafe(self._stop)
+        self._thread.join(self._close_timeout_s)
+        for transfer in self._queue.abandon() if self._thread.is_alive() else []:
+            _log.error("%s of %s never ended", transfer.request.op.value, transfer.request.key)
+            transfer.complete()
+
+    def _stop(self) -> None:
+        self._is_closing = True
+        self._has_work.set()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        workers = [self._loop.create_task(self._serve()) for _ in range(self._workers_wanted)]
-        self._loop.run_forever()
-        for worker in workers:
-            worker.cancel()
-        self._loop.run_until_complete(asyncio.gather(*workers, return_exceptions=True))
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+        executor = ThreadPoolExecutor(self._workers, thread_name_prefix="infinity-io-buffered")
+        self._loop.set_default_executor(executor)
+        try:
+            self._loop.run_until_complete(self._serve_all())
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    async def _serve_all(self) -> None:
+        await asyncio.gather(*(self._serve() for _ in range(self._workers)))
 
     async def _serve(self) -> None:
         files: dict[str, Any] = {}
         try:
-            while True:
-                _, _, request = await self._queue.get()
-                error: BaseException | None = None
-                try:
-                    if request.path not in files:
-                        files[request.path] = await aiofiles.open(request.path, "r+b", buffering=0)
-                    await self._move(files[request.path], request)
-                except OSError as caught:
-                    error = io_error(request, 0, len(request.memory), caught) if caught.errno else caught
-                except Exception as caught:
-                    error = caught
-                self._complete(request, error)
+            while not self._is_closing:
+                block = self._queue.take_nowait()
+                if block is None:
+                    self._has_work.clear()
+                    await self._has_work.wait()
+                    continue
+                transfer, start, stop = block
+                error = await self._move(files, transfer.request, start, stop)
+                self._blocks_done += 1
+                if self._queue.block_done(transfer, error):
+                    transfer.complete()
+                del block, transfer, error  # an idle worker keeps nobody's memory alive
         finally:
             for file in files.values():
                 await file.close()
 
-    def _complete(self, request: IoRequest, error: BaseException | None) -> None:
-        with self._lock:
-            self._requests.discard(request)
-        if error is None:
-            request.ticket.set_done()
-        else:
-            request.ticket.set_exception(error)
-
-    async def _move(self, file: Any, request: IoRequest) -> None:
-        await file.seek(request.offset)
-        for first, nbytes in split_blocks(0, len(request.memory), self._block_nbytes):
-            start, stop = first, first + nbytes
+    async def _move(self, files: dict[str, Any], request: IoRequest, start: int, stop: int) -> BaseException | None:
+        try:
+            file = files.get(request.path)
+            if file is None:
+                file = files[request.path] = await aiofiles.open(request.path, "r+b", buffering=0)
+            await file.seek(request.offset + start)
             while start < stop:
                 part = request.memory[start:stop]
                 moved = await (file.readinto(part) if request.op is Op.READ else file.write(part))
                 if not moved:
-                    raise ShortIoError(
-                        f"{request.op.value} of {request.key!r} ended at offset {request.offset + start} of "
-                        f"{request.path}, {stop - start} bytes early",
-                        path=request.path,
-                        offset=request.offset + start,
-                        nbytes=stop - start,
-                        key=request.key,
-                    )
+                    return short_error(request, start, stop)
                 start += moved
-            self._blocks_done += 1
+        except OSError as error:
+            problem = io_error(request, start, stop, error)
+            problem.__cause__ = error
+            return problem
+        except Exception as error:
+            return error
+        return None
