@@ -13,14 +13,7 @@ from rich.table import Table
 from infinity.cli.records import StepRecord
 from infinity.sizes import format_nbytes
 
-_PLAIN_WIDTH = 140  # a pipe has no width; tables should not be cut at 80 columns
 _REFRESH_PER_S = 4
-
-
-def make_console() -> Console:
-    """A console on standard output; colours and live display only on a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
 
 
 class Display:

@@ -172,6 +172,23 @@ def train(
         )
 
 
+@app.command(epilog=_EPILOG)
+def clean(
+    directory: Annotated[Path, typer.Argument(help="The folder that --nvme was given.", show_default=False)],
+    json: Annotated[Path | None, typer.Option(help="Write what was removed and left to this file.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Remove swap folders whose owner is dead; one whose owner runs is never touched.
+
+    \b
+    infinity clean /mnt/nvme0
+    """
+    with reported(debug=debug):
+        from infinity.cli.clean import clean as run
+
+        run(directory, json)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from infinity.cli import checkpoints
-from infinity.cli.display import Display, make_console
+from infinity.cli.console import make_console
+from infinity.cli.display import Display
 from infinity.cli.failures import undisturbed
 from infinity.cli.hashing import hash_parameters
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from infinity.cli import baseline, checkpoints
-from infinity.cli.display import make_console
+from infinity.cli.console import make_console
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded

@@ -1,0 +1,60 @@
+"""`infinity clean`: removes swap folders whose owner is dead. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from infinity.cli.console import make_console
+from infinity.errors import ConfigError
+from infinity.sizes import format_nbytes
+from storage.cleanup import FoundFolder, find_run_folders, remove_dead
+
+
+def clean(directory: Path, report_path: Path | None) -> None:
+    """Remove the folders of dead owners in `directory`, and say what was removed and what was left alone.
+
+    Raises:
+        ConfigError: `directory` is not a folder, or the report cannot be written.
+        OSError: a folder cannot be removed.
+    """
+    if not directory.is_dir():
+        what = "is not a folder" if directory.exists() else "does not exist"
+        raise ConfigError(f"{directory}: this {what}; give the folder that --nvme was given")
+    found = find_run_folders(directory)
+    removed = remove_dead(directory)
+    gone = {folder.path for folder in removed}
+    left = [folder for folder in found if folder.path not in gone]
+    console = make_console()
+    if not found:
+        console.print(f"{directory}: no swap folders", markup=False, soft_wrap=True)
+    else:
+        console.print(_table(removed, left))
+    if report_path is not None:
+        report = {"removed": [_to_json(f) for f in removed], "left": [_to_json(f) for f in left]}
+        try:
+            report_path.write_text(json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json {report_path}: cannot be written: {error.strerror or error}") from error
+
+
+def _table(removed: list[FoundFolder], left: list[FoundFolder]) -> Table:
+    table = Table("folder", "owner", "bytes", "what happened", box=box.SIMPLE, pad_edge=False)
+    for folder in removed:
+        table.add_row(folder.path.name, _owner(folder), format_nbytes(folder.nbytes), "removed: its owner is dead")
+    for folder in left:
+        why = "left: its owner is running" if folder.is_alive else "left: it does not say who owns it"
+        table.add_row(folder.path.name, _owner(folder), format_nbytes(folder.nbytes), why)
+    return table
+
+
+def _owner(folder: FoundFolder) -> str:
+    return "unknown" if folder.pid is None else f"process {folder.pid}"
+
+
+def _to_json(folder: FoundFolder) -> dict[str, Any]:
+    return {"path": str(folder.path), "pid": folder.pid, "is_alive": folder.is_alive, "bytes": folder.nbytes}
