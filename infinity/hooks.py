@@ -117,13 +117,12 @@ class UnitHooks:
         if not torch.is_grad_enabled():
             return args, kwargs
         flat, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if places:
-            wrapped = _PostBackward.apply(  # type: ignore[no-untyped-call]
-                self._post_backward, *[flat[i] for i in places]
-            )
-            for place, tensor in zip(places, wrapped, strict=True):
-                flat[place] = tensor
+        # A tensor passed several times stays one tensor: modules compare their arguments by identity.
+        distinct = {id(leaf): leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+        if distinct:
+            wrapped = _PostBackward.apply(self._post_backward, *distinct.values())  # type: ignore[no-untyped-call]
+            stand_in = dict(zip(distinct, wrapped, strict=True))
+            flat = [stand_in.get(id(leaf), leaf) for leaf in flat]
         new_args, new_kwargs = tree_unflatten(flat, spec)
         return new_args, new_kwargs
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 
@@ -20,7 +20,7 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(F.gelu(self.up(self.norm(x))))
+        y: torch.Tensor = self.down(functional.gelu(self.up(self.norm(x))))
         return x + y
 
 
@@ -78,7 +78,7 @@ def batch(step: int, *, vocab: int = 29, shape: tuple[int, int] = (3, 11)) -> to
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -120,7 +120,7 @@ class Adapted(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.b(self.a(x))
-        return x + F.gelu(y)
+        return x + functional.gelu(y)
 
 
 class Frozen(nn.Module):
