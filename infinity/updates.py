@@ -44,7 +44,7 @@ class Updates:
         self._runtime = runtime
         self._optimizer: OptimizerView | None = None
         self._submitted: dict[int, Sequence[AdamWHyper | None]] = {}
-        self._scale: torch.Tensor | None = None
+        self._scales: dict[tuple[int, int], torch.Tensor] = {}  # clip coefficients by group and slot
         self._torn: str | None = None
         self.last_grad_norm: torch.Tensor | None = None
 
@@ -89,11 +89,23 @@ class Updates:
         self._submit(ready)
 
     def clip(self, slots: Iterable[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
-        """Total norm of the gradients of these slots; what they are scaled by is applied in the next step."""
+        """Total norm of the gradients of these slots; what they are scaled by is applied in the next step.
+
+        Raises:
+            ConfigError: the schedule cannot clip, or one of these gradients has been scaled down in this step already.
+        """
         self._refuse_clipping("clip_grad_norm_")
-        norm = total_norm(self._runtime.sink.norms(slots))
+        self._runtime.sink.wants_norms = True  # measured from now on while they are in memory
+        chosen = list(slots)
+        norm = total_norm(self._runtime.sink.norms(chosen))
         coefficient = clip_coefficient(norm, max_norm)
-        self._scale = coefficient if self._scale is None else self._scale * coefficient
+        for group, slot in chosen:
+            if self._scales.get((group.index, slot), 1.0) != 1.0:
+                raise ConfigError(
+                    f"the gradient of {group.layout.slots[slot].name!r} is clipped twice in one step; clip every "
+                    "parameter once, with max_grad_norm or with clip_grad_norm_"
+                )
+            self._scales[group.index, slot] = coefficient
         self.last_grad_norm = norm
         return norm
 
@@ -123,12 +135,12 @@ class Updates:
             if group.index in self._submitted:
                 runtime.gatherer.refresh(group)
         self._submitted.clear()
-        self._scale = None
+        self._scales.clear()
 
     def discard(self) -> None:
         """Forget gradients that no step has used."""
         self._runtime.sink.discard()
-        self._scale = None
+        self._scales.clear()
 
     def wait_computed(self) -> None:
         """Wait until no update is being computed."""
@@ -215,7 +227,7 @@ class Updates:
                 gradient=gradient,
                 hypers=hypers,
                 steps=tuple(state.steps),
-                grad_scale=self._scale,
+                grad_scales=[self._scales.get((group.index, slot)) for slot in range(len(hypers))],
                 step=runtime.step,
                 computed=Ticket(f"update of {group.key}"),
                 written=Ticket(f"write-back of {group.key}"),

@@ -47,6 +47,14 @@ class ShardWriter(ShardReader, Protocol):
     ) -> Ticket: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledPieces:
+    """Pieces of one chunk whose gradients are multiplied by the same clip coefficient (None: by none)."""
+
+    grad_scale: torch.Tensor | None
+    pieces: list[Piece]
+
+
 @dataclass(slots=True, eq=False)
 class GroupUpdate:
     """One optimizer update of one group.
@@ -55,7 +63,7 @@ class GroupUpdate:
         gradient: the group's gradient; released when every chunk has used it.
         hypers: per slot, the hyperparameters; None leaves the slot untouched (no gradient, or not optimized).
         steps: per slot, the 1-based number of this update.
-        grad_scale: clip coefficient, a 0-dim fp32 tensor, or None.
+        grad_scales: per slot, the clip coefficient, a 0-dim fp32 tensor, or None.
         computed: completes when the new values are final in memory.
         written: completes when the swap file holds them.
     """
@@ -65,18 +73,21 @@ class GroupUpdate:
     gradient: GroupGradient
     hypers: Sequence[AdamWHyper | None]
     steps: Sequence[int]
-    grad_scale: torch.Tensor | None
+    grad_scales: Sequence[torch.Tensor | None]
     step: int
     computed: Ticket
     written: Ticket
 
-    def pieces(self, record: Record) -> list[Piece]:
-        found = []
+    def pieces(self, record: Record) -> list[ScaledPieces]:
+        """What the kernel works on in one chunk; empty when no slot of it is updated."""
+        found: dict[int, ScaledPieces] = {}
         for part in record.chunk.pieces:
             hyper = self.hypers[part.slot]
             if hyper is not None:
-                found.append(Piece(part.start, part.stop, self.steps[part.slot], hyper))
-        return found
+                scale = self.grad_scales[part.slot]
+                scaled = found.setdefault(id(scale), ScaledPieces(scale, []))
+                scaled.pieces.append(Piece(part.start, part.stop, self.steps[part.slot], hyper))
+        return list(found.values())
 
 
 class UpdatePipeline:
@@ -126,7 +137,7 @@ class UpdatePipeline:
     async def _run(self, update: GroupUpdate) -> None:
         try:
             copy = await self._take_copy(update)
-            runs = [_ChunkRun(record, pieces) for record in update.state.records if (pieces := update.pieces(record))]
+            runs = [_ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
             remaining = _CountDown(len(runs), lambda: self._computed(update, copy))
             tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining)) for run in runs]
             if tasks:
@@ -218,7 +229,8 @@ class UpdatePipeline:
             grad = torch.frombuffer(buffers.grad, dtype=torch.float32, count=chunk.numel)
         else:
             grad = update.gradient.tensor[chunk.start : chunk.stop]
-        self._kernel.update(param, grad, state, run.pieces, update.grad_scale)
+        for part in run.parts:
+            self._kernel.update(param, grad, state, part.pieces, part.grad_scale)
         self.chunks_done += 1
         if self._on_chunk is not None:
             self._on_chunk(record.key, started_s, time.perf_counter() - started_s)
@@ -266,7 +278,7 @@ class UpdatePipeline:
 @dataclass(frozen=True, slots=True)
 class _ChunkRun:
     record: Record
-    pieces: Sequence[Piece]
+    parts: Sequence[ScaledPieces]
 
 
 class _CountDown:
