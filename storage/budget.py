@@ -7,12 +7,15 @@ from collections import Counter, deque
 from types import TracebackType
 from typing import Self
 
-from storage.errors import CapacityError
+from storage.errors import CapacityError, ClosedError
 from storage.types import Ticket
 
 
 class Reservation(Ticket):
-    """Bytes of a budget, or a place in its queue. Done once granted; give it back with `release`."""
+    """Bytes of a budget, or a place in its queue. Done once granted; give it back with `release`.
+
+    One that leaves the queue ungranted completes with ClosedError, so that nobody waits for it for ever.
+    """
 
     __slots__ = ("_budget", "_is_held", "nbytes", "owner")
 
@@ -73,7 +76,7 @@ class TierBudget:
 
     def try_reserve(self, nbytes: int, owner: str) -> Reservation | None:
         """Bytes at once, or None when there are too few or somebody queues for them."""
-        reservation = Reservation(self, nbytes, owner)
+        reservation = self._make(nbytes, owner)
         with self._lock:
             if self._queue or nbytes > self.free_nbytes:
                 return None
@@ -91,11 +94,16 @@ class TierBudget:
             raise CapacityError(
                 f"{owner} needs {nbytes} bytes of {self.name}, whose limit is {self.limit_nbytes} bytes"
             )
-        reservation = Reservation(self, nbytes, owner)
+        reservation = self._make(nbytes, owner)
         with self._lock:
             self._queue.append(reservation)
         self._serve()
         return reservation
+
+    def _make(self, nbytes: int, owner: str) -> Reservation:
+        if nbytes < 0:
+            raise ValueError(f"{owner} asked for {nbytes} bytes of {self.name}; sizes are not negative")
+        return Reservation(self, nbytes, owner)
 
     def _grant(self, reservation: Reservation) -> None:
         reservation._is_held = True
@@ -114,6 +122,7 @@ class TierBudget:
             reservation.set_done()
 
     def _release(self, reservation: Reservation) -> None:
+        is_cancelled = False
         with self._lock:
             if reservation._is_held:
                 reservation._is_held = False
@@ -123,4 +132,7 @@ class TierBudget:
                     del self._holders[reservation.owner]
             elif reservation in self._queue:
                 self._queue.remove(reservation)
+                is_cancelled = True
+        if is_cancelled:
+            reservation.set_exception(ClosedError(f"the request for {reservation.label} was taken back"))
         self._serve()

@@ -1,9 +1,18 @@
-"""Finding run folders whose owner is dead, and removing them. A live owner's folder is never touched."""
+"""Finding run folders whose owner is dead, and removing them. A live owner's folder is never touched.
+
+An owner is alive when somebody holds the lock on its `owner.json` (this is so across containers, which do not see each
+other's processes), or when a process with its pid and start time runs on this boot (where locks do not work).
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +21,18 @@ import psutil
 from storage.swapfile import FOLDER_PREFIX, OWNER_FILE, boot_id
 
 _START_TOLERANCE_S = 1.0
+_FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}\d+-[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFolder:
-    """A run folder. `pid` is None when its owner file cannot be read."""
+    """A run folder.
+
+    Attributes:
+        pid: of its owner; None when its owner file cannot be read.
+        is_alive: whether its owner lives; True when that cannot be known.
+        nbytes: space it takes on disk.
+    """
 
     path: Path
     pid: int | None
@@ -30,33 +46,73 @@ def find_run_folders(directory: Path) -> list[FoundFolder]:
     Raises:
         NotADirectoryError, FileNotFoundError: `directory` is not a directory.
     """
-    return [
-        _look(path) for path in sorted(directory.iterdir()) if path.is_dir() and path.name.startswith(FOLDER_PREFIX)
-    ]
+    found = []
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink() and _FOLDER_NAME.fullmatch(path.name):
+            with _claim(path) as is_free:
+                found.append(_look(path, is_free=is_free))
+    return found
 
 
 def remove_dead(directory: Path) -> list[FoundFolder]:
-    """Remove the folders whose owner is dead; what was removed."""
+    """Remove the folders whose owner is dead; what was removed.
+
+    Raises:
+        NotADirectoryError, FileNotFoundError: `directory` is not a directory.
+        OSError: a dead folder cannot be removed.
+    """
     removed = []
     for folder in find_run_folders(directory):
-        # A folder without a readable owner may be one that is being made this moment: only its owner knows.
-        if folder.pid is not None and not folder.is_alive:
-            shutil.rmtree(folder.path)
-            removed.append(folder)
+        with _claim(folder.path) as is_free:
+            if is_free and not folder.is_alive:
+                shutil.rmtree(folder.path)
+                removed.append(folder)
     return removed
 
 
-def _look(path: Path) -> FoundFolder:
-    nbytes = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+@contextmanager
+def _claim(path: Path) -> Iterator[bool]:
+    """Whether nobody else holds the lock of a run folder; if so, it is held meanwhile, against other cleaners."""
+    try:
+        fd = os.open(path / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        # No owner file (it may be about to be written), or not ours to judge.
+        yield False
+        return
+    try:
+        yield _try_lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a file system without locks: the owner's process decides
+    return True
+
+
+def _look(path: Path, *, is_free: bool) -> FoundFolder:
+    nbytes = sum(_disk_nbytes(file) for file in path.rglob("*"))
     try:
         owner = json.loads((path / OWNER_FILE).read_text())
         pid, boot, started = int(owner["pid"]), str(owner["boot_id"]), float(owner["started"])
     except (OSError, ValueError, KeyError, TypeError):
-        return FoundFolder(path, None, False, nbytes)
-    return FoundFolder(path, pid, _is_alive(pid, boot, started), nbytes)
+        return FoundFolder(path, None, True, nbytes)
+    return FoundFolder(path, pid, not is_free or _is_running(pid, boot, started), nbytes)
 
 
-def _is_alive(pid: int, boot: str, started: float) -> bool:
+def _disk_nbytes(file: Path) -> int:
+    try:
+        return file.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0  # its owner is just closing
+
+
+def _is_running(pid: int, boot: str, started: float) -> bool:
     if boot != boot_id():
         return False
     try:

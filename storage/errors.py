@@ -81,7 +81,28 @@ class CapacityError(StorageError):
 
 
 class SwapFullError(CapacityError):
-    """The disk or the swap file cannot hold what is asked for."""
+    """The disk or the swap file cannot hold what is asked for.
+
+    Attributes:
+        path, offset, nbytes, errno, key: of the write that found no room, as in IoError; unset when space was reserved.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: str = "",
+        offset: int = -1,
+        nbytes: int = -1,
+        errno: int | None = None,
+        key: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.errno = errno
+        self.key = key
 
 
 class PoolExhaustedError(CapacityError):

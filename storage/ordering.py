@@ -1,60 +1,78 @@
 """Ordering of transfers per key: overlapping operations of which one is a write run in submission order.
 
-Pure bookkeeping, guarded by its store's lock.
+Pure bookkeeping, guarded by its store's lock. An operation enters with `add`; while operations before it conflict with
+it, it is held; `remove` says who is free to go because of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from storage.types import Op, Ticket
+from storage.types import Op, Priority, Ticket, TrafficTag
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """A transfer on bytes `start` to `stop` of a key."""
+    """A transfer between memory and bytes `start` to `stop` of a key."""
 
     op: Op
+    key: str
     start: int
-    stop: int
+    memory: memoryview
+    priority: Priority
+    tag: TrafficTag
+    payload_nbytes: int
     ticket: Ticket
+    started_s: float = 0.0  # when it was handed to the backends, on the performance counter
+    held_by: int = 0
+    holds: list[Operation] = field(default_factory=list)
 
-    def overlaps(self, start: int, stop: int) -> bool:
-        return self.start < stop and start < self.stop
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.memory)
 
     def conflicts(self, other: Operation) -> bool:
-        writes = Op.WRITE in (self.op, other.op)
-        return writes and self.overlaps(other.start, other.stop)
+        """Whether their order matters."""
+        return Op.WRITE in (self.op, other.op) and self.start < other.stop and other.start < self.stop
 
 
 @dataclass(slots=True, eq=False)
 class KeyOrder:
-    """Operations in flight on one key, and the spans whose last write failed."""
+    """Operations in flight on one key, and the spans whose last write failed, which do not overlap."""
 
     operations: list[Operation] = field(default_factory=list)
     lost: list[tuple[int, int, BaseException]] = field(default_factory=list)
 
-    def add(self, operation: Operation) -> list[Ticket]:
-        """Note an operation; the tickets it has to wait for."""
-        before = [earlier.ticket for earlier in self.operations if earlier.conflicts(operation)]
+    def add(self, operation: Operation) -> bool:
+        """Note an operation; whether it may start now."""
+        for earlier in self.operations:
+            if earlier.conflicts(operation):
+                earlier.holds.append(operation)
+                operation.held_by += 1
         self.operations.append(operation)
-        return before
+        return operation.held_by == 0
 
-    def remove(self, operation: Operation, error: BaseException | None) -> None:
-        """An operation ended. A failed write loses its span, a successful one makes it good again."""
+    def remove(self, operation: Operation, error: BaseException | None) -> list[Operation]:
+        """An operation ended; those that may start now, in submission order."""
         self.operations.remove(operation)
-        if operation.op is not Op.WRITE:
-            return
-        kept = []
-        for start, stop, cause in self.lost:
-            if start < operation.start:
-                kept.append((start, min(stop, operation.start), cause))
-            if stop > operation.stop:
-                kept.append((max(start, operation.stop), stop, cause))
-        if error is not None:
-            kept.append((operation.start, operation.stop, error))
-        self.lost = kept
+        if operation.op is Op.WRITE:
+            self._note_write(operation.start, operation.stop, error)
+        for later in operation.holds:
+            later.held_by -= 1
+        return [later for later in operation.holds if later.held_by == 0]
 
     def lost_in(self, start: int, stop: int) -> BaseException | None:
-        """Why bytes in this span were never written, if that is so."""
+        """Why bytes in this span are not what was written, if that is so."""
         return next((cause for a, b, cause in self.lost if a < stop and start < b), None)
+
+    def _note_write(self, start: int, stop: int, error: BaseException | None) -> None:
+        """A failed write loses its span, a successful one makes it good again."""
+        kept = []
+        for lost_start, lost_stop, cause in self.lost:
+            if lost_start < start:
+                kept.append((lost_start, min(lost_stop, start), cause))
+            if lost_stop > stop:
+                kept.append((max(lost_start, stop), lost_stop, cause))
+        if error is not None:
+            kept.append((start, stop, error))
+        self.lost = kept

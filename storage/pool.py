@@ -31,6 +31,8 @@ class _Block:
     __slots__ = ("address", "memory", "nbytes", "unregister")
 
     def __init__(self, nbytes: int, register: Register | None, *, huge_pages: bool) -> None:
+        # A shared map: a forked child (a data loader's worker) then neither doubles the memory page by page, as with
+        # copy on write, nor gets between a page and a transfer into it.
         mapped = mmap.mmap(-1, nbytes)
         if huge_pages and nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -112,12 +114,15 @@ class HostPool:
             return {owner: nbytes for owner, nbytes in self._holders.items() if nbytes}
 
     def lease(self, nbytes: int, owner: str) -> Lease:
-        """A page-aligned block of at least `nbytes`, with undefined content.
+        """A page-aligned block of `nbytes` rounded up to a page, with undefined content.
 
         Raises:
+            ValueError: `nbytes` is negative.
             PoolExhaustedError: leases alone would exceed the capacity.
             ClosedError: the pool is closed.
         """
+        if nbytes < 0:
+            raise ValueError(f"{owner} asked for {nbytes} bytes of host memory; sizes are not negative")
         size = align_up(max(nbytes, 1), PAGE_NBYTES)
         with self._lock:
             if self._is_closed:
@@ -128,16 +133,23 @@ class HostPool:
                     f"{owner} needs {size} bytes of host memory, but {self.leased_nbytes} of {self.capacity_nbytes} "
                     f"are leased, by: {held or 'nobody'}"
                 )
-            block = self._take(size)
+            cached = self._take_cached(size)
+            # What has to go to make room, so that cached and leased bytes together stay below the capacity.
+            victims = [] if cached else self._evict(self._total_nbytes + size - self.capacity_nbytes)
             self.leased_nbytes += size
             self._holders[owner] += size
-            self.peak_nbytes = max(self.peak_nbytes, self.leased_nbytes + self.cached_nbytes)
-        return Lease(self, block, nbytes, owner)
+            self.peak_nbytes = max(self.peak_nbytes, self._total_nbytes)
+        # Mapping and pinning take long for large blocks: outside the lock.
+        for victim in victims:
+            victim.unmap()
+        return Lease(self, cached or self._map(size, owner), nbytes, owner)
 
     def trim(self) -> None:
         """Unmap every cached block."""
         with self._lock:
-            self._evict(self.cached_nbytes)
+            victims = self._evict(self.cached_nbytes)
+        for victim in victims:
+            victim.unmap()
 
     def close(self, *, strict: bool = False) -> None:
         """Unmap what is cached; leases given back later are unmapped at once. Idempotent.
@@ -147,41 +159,70 @@ class HostPool:
         """
         with self._lock:
             self._is_closed = True
-            self._evict(self.cached_nbytes)
+            victims = self._evict(self.cached_nbytes)
             held = {owner: nbytes for owner, nbytes in self._holders.items() if nbytes}
+        for victim in victims:
+            victim.unmap()
         if strict and held:
             raise ClosedError(f"the host memory pool was closed while leases were out: {held}")
 
-    def _take(self, size: int) -> _Block:
-        cached = self._free.get(size)
-        if cached:
-            self.cached_nbytes -= size
-            block = cached.pop()
-            # The size counts as used just now: it is evicted last.
-            self._free[size] = self._free.pop(size)
-            return block
-        self._evict(self.leased_nbytes + self.cached_nbytes + size - self.capacity_nbytes)
-        return _Block(size, self._register, huge_pages=self._huge_pages)
+    @property
+    def _total_nbytes(self) -> int:
+        return self.leased_nbytes + self.cached_nbytes
 
-    def _evict(self, nbytes: int) -> None:
-        """Unmap cached blocks until at least `nbytes` are gone."""
+    def _take_cached(self, size: int) -> _Block | None:
+        blocks = self._free.pop(size, None)
+        if not blocks:
+            return None
+        self.cached_nbytes -= size
+        block = blocks.pop()
+        if blocks:
+            self._free[size] = blocks  # now the size used last: evicted last
+        return block
+
+    def _evict(self, nbytes: int) -> list[_Block]:
+        """Take cached blocks out until at least `nbytes` are gone; the caller unmaps them."""
+        victims = []
         for size in list(self._free):
             blocks = self._free[size]
             while blocks and nbytes > 0:
-                blocks.pop().unmap()
+                victims.append(blocks.pop())
                 self.cached_nbytes -= size
                 nbytes -= size
             if not blocks:
                 del self._free[size]
+        return victims
+
+    def _map(self, size: int, owner: str) -> _Block:
+        """A new block for bytes already charged."""
+        try:
+            return _Block(size, self._register, huge_pages=self._huge_pages)
+        except (OSError, MemoryError) as error:
+            self._discharge(size, owner)
+            raise PoolExhaustedError(
+                f"{owner} needs {size} bytes of host memory, which the system refuses: {error}. "
+                f"{self.leased_nbytes} bytes are leased. Lower the host budget"
+            ) from error
+        except BaseException:
+            self._discharge(size, owner)
+            raise
+
+    def _discharge(self, size: int, owner: str) -> None:
+        with self._lock:
+            self._discharge_locked(size, owner)
+
+    def _discharge_locked(self, size: int, owner: str) -> None:
+        self.leased_nbytes -= size
+        self._holders[owner] -= size
+        if not self._holders[owner]:
+            del self._holders[owner]
 
     def _take_back(self, block: _Block, owner: str) -> None:
         with self._lock:
-            self.leased_nbytes -= block.nbytes
-            self._holders[owner] -= block.nbytes
-            if not self._holders[owner]:
-                del self._holders[owner]
-            if self._is_closed:
-                block.unmap()
-                return
-            self._free.setdefault(block.nbytes, []).append(block)
-            self.cached_nbytes += block.nbytes
+            self._discharge_locked(block.nbytes, owner)
+            is_kept = not self._is_closed
+            if is_kept:
+                self._free.setdefault(block.nbytes, []).append(block)
+                self.cached_nbytes += block.nbytes
+        if not is_kept:
+            block.unmap()

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from storage.align import align_up, is_aligned
-from storage.backends.base import Backend
-from storage.backends.probe import make_backend
+import numpy as np
+
+from storage.align import PAGE_NBYTES, align_up, is_aligned
+from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
 from storage.errors import ClosedError, SwapFullError
 from storage.ordering import KeyOrder, Operation
 from storage.stats import IoStats
 from storage.stripes import Piece, overlap, share_sizes
-from storage.swapfile import RunFolder, SwapFile, make_directory_error
 from storage.types import Extent, IoRequest, Op, Priority, Ticket, TrafficTag
 
+__all__ = ["ShardStore", "StorageOptions"]
 
-@dataclass(frozen=True, slots=True)
-class StorageOptions:
-    """How a store does its I/O.
-
-    Attributes:
-        engine: "auto" probes every directory; "direct" and "buffered" insist.
-        block_nbytes: size of one system call.
-        threads: blocks at the devices at the same time.
-        free_margin_nbytes: bytes to leave free on every file system.
-    """
-
-    engine: str = "auto"
-    block_nbytes: int = 4 << 20
-    threads: int = 4
-    free_margin_nbytes: int = 64 << 20
+_SHARE_NBYTES = 1 << 16  # a drive's share of the capacity is a multiple of this
 
 
 @dataclass(slots=True, eq=False)
@@ -44,13 +32,6 @@ class _Key:
     order: KeyOrder = field(default_factory=KeyOrder)
 
 
-@dataclass(frozen=True, slots=True)
-class _Drive:
-    file: SwapFile
-    backend: Backend
-    reason: str
-
-
 class ShardStore:
     """Stores byte strings of fixed size under keys. Thread safe; nothing here waits for I/O except `drain` and `close`.
 
@@ -58,12 +39,12 @@ class ShardStore:
     fails its ticket, and every later read of the same bytes, until they are overwritten successfully.
     """
 
-    def __init__(self, drives: Sequence[_Drive], closing: ExitStack) -> None:
+    def __init__(self, drives: Sequence[Drive], closing: ExitStack) -> None:
         self._drives = tuple(drives)
         self._closing = closing
         self._keys: dict[str, _Key] = {}
         self._next_drive = 0
-        self._in_flight: dict[Ticket, str] = {}
+        self._in_flight: dict[Operation, None] = {}  # in submission order
         self._is_closed = False
         self._lock = threading.Lock()
         self.stats = IoStats()
@@ -77,43 +58,43 @@ class ShardStore:
         run_name: str = "infinity",
         rank: int = 0,
         options: StorageOptions | None = None,
-        wrap_backend: Callable[[Backend], Backend] | None = None,
+        wrap_backend: WrapBackend | None = None,
     ) -> ShardStore:
         """Make one swap file per directory, in a private run folder that `close` (or the process's exit) removes.
 
         Args:
-            paths: directories, one per drive.
-            capacity_nbytes: bytes of all keys together; the space is reserved on disk.
+            paths: directories, one per drive; made when missing.
+            capacity_nbytes: bytes of all keys together; the space is reserved on disk. Keys beyond it make the files
+                longer, as long as the disks have room.
+            run_name: noted in the run folder, for people.
+            rank: part of the swap file's name.
             wrap_backend: wraps each backend, for example with `storage.backends.faulty`.
 
         Raises:
             SwapFullError: too little space; nothing is left behind.
             StorageError: a directory cannot be used, or cannot do what `options.engine` insists on.
+            ValueError: no path, or a negative capacity.
         """
+        if not paths:
+            raise ValueError("a shard store needs at least one directory")
+        if capacity_nbytes < 0:
+            raise ValueError(f"a shard store of {capacity_nbytes} bytes was asked for; the capacity is not negative")
         options = options or StorageOptions()
-        share_nbytes = align_up(-(-capacity_nbytes // len(paths)), 1 << 16)
-        with ExitStack() as stack:
-            drives = []
-            for path in paths:
-                try:
-                    folder = RunFolder(Path(path), run_name)
-                except OSError as error:
-                    raise make_directory_error(Path(path), error) from error
-                stack.callback(folder.remove)
-                backend, reason = make_backend(folder.path, options.engine, options.threads, options.block_nbytes)
-                stack.callback(backend.close)
-                used = wrap_backend(backend) if wrap_backend is not None else backend
-                file = SwapFile(
-                    folder.path / f"rank{rank}.swap",
+        share_nbytes = align_up(-(-capacity_nbytes // len(paths)), _SHARE_NBYTES)
+        with ExitStack() as closing:
+            drives = [
+                open_drive(
+                    Path(path),
                     share_nbytes,
-                    direct=backend.opens_direct,
-                    free_margin_nbytes=options.free_margin_nbytes,
+                    run_name=run_name,
+                    rank=rank,
+                    options=options,
+                    wrap_backend=wrap_backend,
+                    closing=closing,
                 )
-                stack.callback(file.close)
-                if used is not backend:
-                    stack.callback(used.close)
-                drives.append(_Drive(file, used, reason))
-            return cls(drives, stack.pop_all())
+                for path in paths
+            ]
+            return cls(drives, closing.pop_all())
 
     @property
     def progress(self) -> int:
@@ -123,7 +104,7 @@ class ShardStore:
     @property
     def engine_name(self) -> str:
         """Which backend serves each directory, and why."""
-        return "; ".join(f"{d.backend.name} ({d.reason}) in {d.file.path.parent.parent}" for d in self._drives)
+        return "; ".join(f"{d.backend.name} ({d.reason}) in {d.directory}" for d in self._drives)
 
     def create(self, key: str, nbytes: int) -> None:
         """Make room for a key; its content is undefined until it is written.
@@ -179,9 +160,17 @@ class ShardStore:
     ) -> Ticket:
         """Read `len(memory)` bytes of a key, starting at `offset`, into page-aligned memory.
 
+        The ticket fails with what kept the last write of these bytes from succeeding, if anything did.
+
         Args:
             tag: what the bytes are counted as.
             payload_nbytes: how many of them are data, not padding; default all.
+
+        Raises:
+            KeyError: there is no such key.
+            ValueError: size, offset or address is not a multiple of 4096, the span leaves the key, or the memory cannot
+                be written to.
+            ClosedError: the store is closed.
         """
         return self._submit(Op.READ, key, memory, offset, priority, tag, payload_nbytes)
 
@@ -195,24 +184,34 @@ class ShardStore:
         tag: TrafficTag,
         payload_nbytes: int | None = None,
     ) -> Ticket:
-        """Write page-aligned memory to a key, starting at `offset`; it must not change until the ticket is done."""
+        """Write page-aligned memory to a key, starting at `offset`; it must not change until the ticket is done.
+
+        Arguments and errors are those of `submit_read`.
+        """
         return self._submit(Op.WRITE, key, memory, offset, priority, tag, payload_nbytes)
 
     def describe_in_flight(self) -> list[str]:
-        """One line per transfer that has not completed."""
+        """One line per transfer that has not completed, oldest first: what it is, and where it is held up."""
         with self._lock:
-            lines = list(self._in_flight.values())
-        served = [request for drive in self._drives for request in drive.backend.in_flight()]
-        return lines + [f"  at {request.path} offset {request.offset}: {request.key}" for request in served]
+            operations = list(self._in_flight)
+            lines = {op.ticket.label: "held behind an earlier one" if op.held_by else "" for op in operations}
+        for drive in self._drives:
+            for request in drive.backend.in_flight():
+                lines[request.ticket.label] = f"at offset {request.offset} of {request.path}"
+        return [f"{label}: {where}" if where else label for label, where in lines.items()]
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is in flight; whether that happened in time."""
+        """Wait until everything submitted before has ended, well or not; whether that happened in time."""
         with self._lock:
-            tickets = list(self._in_flight)
-        return Ticket.all_of(tickets, "drain").wait(timeout_s)
+            tickets = [operation.ticket for operation in self._in_flight]
+        # One by one: a ticket that joined them would stay behind as a callback when the time is over.
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        return all(
+            ticket.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())) for ticket in tickets
+        )
 
     def close(self) -> None:
-        """Finish what is in service, drop what is queued, remove the swap files. Idempotent."""
+        """Finish blocks in service, fail the rest with ClosedError, remove the swap files. Idempotent, bounded."""
         with self._lock:
             if self._is_closed:
                 return
@@ -253,42 +252,43 @@ class ShardStore:
         tag: TrafficTag,
         payload_nbytes: int | None,
     ) -> Ticket:
+        memory = _as_pages(op, key, memory)
         nbytes = len(memory)
         ticket = Ticket(f"{op.value} of {key} ({nbytes} bytes at {offset})")
-        operation = Operation(op, offset, offset + nbytes, ticket)
+        payload_nbytes = nbytes if payload_nbytes is None else payload_nbytes
+        operation = Operation(op, key, offset, memory, priority, tag, payload_nbytes, ticket)
         with self._lock:
             self._check_open()
             entry = self._entry(key)
             _check_span(key, entry.nbytes, offset, nbytes)
-            before = entry.order.add(operation)
-            self._in_flight[ticket] = ticket.label
-        moved = nbytes if payload_nbytes is None else payload_nbytes
-
-        def start(_: Ticket | None = None) -> None:
-            self._start(entry, operation, key, memory, priority, tag, moved)
-
-        if before:
-            Ticket.all_of(before).add_done_callback(start)
-        else:
-            start()
+            may_start = entry.order.add(operation)
+            self._in_flight[operation] = None
+        if may_start:
+            self._start(entry, operation)
         return ticket
 
-    def _start(
-        self,
-        entry: _Key,
-        operation: Operation,
-        key: str,
-        memory: memoryview,
-        priority: Priority,
-        tag: TrafficTag,
-        payload_nbytes: int,
-    ) -> None:
-        """Every conflicting operation before has ended: hand the pieces to the backends."""
-        with self._lock:
-            lost = entry.order.lost_in(operation.start, operation.stop) if operation.op is Op.READ else None
-        if lost is not None:
-            self._finish(entry, operation, lost)
-            return
+    def _start(self, entry: _Key, operation: Operation) -> None:
+        """Start an operation that nothing holds; and, when it ends at once, those that it held, and so on."""
+        ready = deque([operation])
+        while ready:
+            started = ready.popleft()
+            joined = self._hand_over(entry, started)
+            if joined.done:
+                # Not through a callback: a long chain of operations that fail at once would nest as deeply.
+                ready.extend(self._finish(entry, started, joined.exception))
+            else:
+                joined.add_done_callback(_Ended(self, entry, started))
+
+    def _hand_over(self, entry: _Key, operation: Operation) -> Ticket:
+        """Give an operation's pieces to the backends; a ticket for all of them."""
+        label = operation.ticket.label
+        if operation.op is Op.READ and entry.order.lost:
+            with self._lock:
+                lost = entry.order.lost_in(operation.start, operation.stop)
+            if lost is not None:
+                failed = Ticket(label)
+                failed.set_exception(lost)
+                return failed
         started_s = time.perf_counter()
         tickets = []
         for piece, start, stop in overlap(entry.pieces, operation.start, operation.stop):
@@ -298,36 +298,72 @@ class ShardStore:
                 fd=drive.file.fd,
                 path=str(drive.file.path),
                 offset=piece.extent.offset + start - piece.start,
-                memory=memory[start - operation.start : stop - operation.start],
-                priority=priority,
-                key=key,
+                memory=operation.memory[start - operation.start : stop - operation.start],
+                priority=operation.priority,
+                key=operation.key,
+                ticket=Ticket(label),
             )
             tickets.append(request.ticket)
             try:
                 drive.backend.submit(request)
-            except BaseException as error:
+            except Exception as error:  # the ticket carries it, as if the device had refused
                 request.ticket.set_exception(error)
+        operation.started_s = started_s
+        return tickets[0] if len(tickets) == 1 else Ticket.all_of(tickets, label)
 
-        def ended(joined: Ticket) -> None:
-            if joined.exception is None:
-                seconds = time.perf_counter() - started_s
-                self.stats.add(operation.op, tag, len(memory), payload_nbytes, seconds)
-            self._finish(entry, operation, joined.exception)
-
-        Ticket.all_of(tickets, operation.ticket.label).add_done_callback(ended)
-
-    def _finish(self, entry: _Key, operation: Operation, error: BaseException | None) -> None:
+    def _finish(self, entry: _Key, operation: Operation, error: BaseException | None) -> list[Operation]:
+        """An operation has ended; those that may start now."""
+        if error is None:
+            seconds = time.perf_counter() - operation.started_s
+            nbytes = len(operation.memory)
+            self.stats.add(operation.op, operation.tag, nbytes, operation.payload_nbytes, seconds)
         with self._lock:
-            entry.order.remove(operation, error)
-            self._in_flight.pop(operation.ticket, None)
+            freed = entry.order.remove(operation, error)
+            del self._in_flight[operation]
         if error is None:
             operation.ticket.set_done()
         else:
             operation.ticket.set_exception(error)
+        return freed
+
+    def _ended(self, entry: _Key, operation: Operation, error: BaseException | None) -> None:
+        for freed in self._finish(entry, operation, error):
+            self._start(entry, freed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Callback of an operation in flight."""
+
+    store: ShardStore
+    entry: _Key
+    operation: Operation
+
+    def __call__(self, ticket: Ticket) -> None:
+        self.store._ended(self.entry, self.operation, ticket.exception)
 
 
 def _check_span(key: str, size: int, offset: int, nbytes: int) -> None:
-    if nbytes <= 0 or not is_aligned(nbytes) or not is_aligned(offset):
-        raise ValueError(f"a transfer of {nbytes} bytes at {offset} of key {key!r}: both must be multiples of 4096")
+    if not is_aligned(offset):
+        raise ValueError(f"a transfer at offset {offset} of key {key!r}: offsets are multiples of 4096")
     if offset < 0 or offset + nbytes > size:
         raise ValueError(f"a transfer of {nbytes} bytes at {offset} leaves key {key!r}, which has {size} bytes")
+
+
+def _as_pages(op: Op, key: str, memory: memoryview) -> memoryview:
+    """The memory as bytes, if a transfer can use it."""
+    nbytes = memory.nbytes
+    if not nbytes or not is_aligned(nbytes):
+        raise ValueError(f"a {op.value} of {nbytes} bytes for key {key!r}: sizes are positive multiples of 4096")
+    if not memory.c_contiguous:
+        raise ValueError(f"the memory of a {op.value} for key {key!r} is not contiguous")
+    if op is Op.READ and memory.readonly:
+        raise ValueError(f"the memory of a read for key {key!r} cannot be written to")
+    pages = memory.cast("B")
+    address = int(np.frombuffer(pages, np.uint8).__array_interface__["data"][0])
+    if not is_aligned(address, PAGE_NBYTES):
+        raise ValueError(
+            f"the memory of a {op.value} for key {key!r} starts at address {address:#x}, which is not a multiple of "
+            f"{PAGE_NBYTES}; lease it from a HostPool"
+        )
+    return pages

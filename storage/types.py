@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 class Priority(IntEnum):
@@ -82,7 +85,14 @@ class Ticket:
         if event is not None:
             event.set()
         for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Ticket], None]) -> None:
+        # The completing thread serves everybody: a broken callback must not end it, nor keep the next from its turn.
+        try:
             callback(self)
+        except Exception:
+            _log.exception("a callback of %s failed", self.label or "a ticket")
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until done or until the time is over; whether it is done. Does not raise the exception."""
@@ -186,8 +196,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
 class IoRequest:
     """One contiguous transfer between memory and a file. The backend completes `ticket`.
 
-    `memory` is page aligned and its length, like `offset`, a multiple of 4 KiB. `waited_s` is set by the backend to the
-    time the request was in service.
+    `memory` (bytes) is page aligned and its length, like `offset`, a multiple of 4 KiB.
     """
 
     op: Op

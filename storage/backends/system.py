@@ -1,0 +1,88 @@
+"""What the backends that make system calls share: calls that are resumed and retried, and readable errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from storage.align import PAGE_NBYTES, align_down
+from storage.errors import IoError, ReadError, ShortIoError, SwapFullError, WriteError
+from storage.types import IoRequest, Op
+
+_MAX_RETRIES = 100
+_RETRY_DELAY_S = 0.001
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+VectorCall = Callable[[int, Sequence[memoryview], int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class SystemCalls:
+    """The calls that move bytes, as (fd, buffers, offset) → bytes moved. Tests put others in."""
+
+    preadv: VectorCall = os.preadv
+    pwritev: VectorCall = os.pwritev
+
+
+def move(calls: SystemCalls, request: IoRequest, start: int, stop: int) -> None:
+    """Transfer bytes `start` to `stop` of a request's memory; short and interrupted transfers are resumed.
+
+    Raises:
+        ReadError, WriteError, SwapFullError, ShortIoError: what the system answered, and where.
+    """
+    call = calls.preadv if request.op is Op.READ else calls.pwritev
+    retries = 0
+    while start < stop:
+        try:
+            moved = call(request.fd, [request.memory[start:stop]], request.offset + start)
+        except (InterruptedError, BlockingIOError) as error:
+            retries += 1
+            if retries > _MAX_RETRIES:
+                raise io_error(request, start, stop, error) from error
+            time.sleep(_RETRY_DELAY_S)
+            continue
+        except OSError as error:
+            raise io_error(request, start, stop, error) from error
+        if moved <= 0:
+            raise short_error(request, start, stop)
+        if start + moved < stop:
+            # O_DIRECT refuses a ragged start: what is left of a page is transferred again. A call that never gets past
+            # its first page is given up like one that moves nothing.
+            moved = align_down(moved, PAGE_NBYTES)
+            retries += 1
+            if retries > _MAX_RETRIES and not moved:
+                raise short_error(request, start, stop)
+        start += moved
+
+
+def io_error(request: IoRequest, start: int, stop: int, error: OSError) -> IoError | SwapFullError:
+    """The storage error for a system error on bytes `start` to `stop` of a request's memory."""
+    offset, nbytes = request.offset + start, stop - start
+    if request.op is Op.WRITE and error.errno in _FULL:
+        return SwapFullError(
+            f"no room to write {nbytes} bytes of {request.key!r} at offset {offset} of {request.path}: "
+            f"{os.strerror(error.errno)}. Free space there; the data is still in memory",
+            path=request.path,
+            offset=offset,
+            nbytes=nbytes,
+            errno=error.errno,
+            key=request.key,
+        )
+    kind = ReadError if request.op is Op.READ else WriteError
+    return kind(path=request.path, offset=offset, nbytes=nbytes, errno=error.errno, key=request.key)
+
+
+def short_error(request: IoRequest, start: int, stop: int) -> ShortIoError:
+    """The error for a transfer that ended before `stop` and cannot be resumed."""
+    offset, nbytes = request.offset + start, stop - start
+    return ShortIoError(
+        f"{request.op.value} of {request.key!r} ended at offset {offset} of {request.path}, {nbytes} bytes early: "
+        "the file is shorter than what was stored in it. Another program may have cut it",
+        path=request.path,
+        offset=offset,
+        nbytes=nbytes,
+        key=request.key,
+    )

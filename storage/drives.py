@@ -1,0 +1,98 @@
+"""Opening and closing the drives of a store: run folder, swap file and backend of each directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.align import is_aligned
+from storage.backends.base import Backend
+from storage.backends.probe import Engine, choose_engine, make_backend
+from storage.errors import StorageError
+from storage.swapfile import RunFolder, SwapFile, make_directory_error
+
+WrapBackend = Callable[[Backend], Backend]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageOptions:
+    """How a store does its I/O.
+
+    Attributes:
+        engine: "auto" probes every directory; "direct" and "buffered" insist.
+        block_nbytes: size of one system call, a multiple of 4096.
+        threads: blocks at each drive at the same time.
+        free_margin_nbytes: bytes to leave free on every file system.
+
+    Raises:
+        ValueError: a value is not allowed; says which.
+    """
+
+    engine: str = "auto"
+    block_nbytes: int = 4 << 20
+    threads: int = 4
+    free_margin_nbytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if self.engine not in list(Engine):
+            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(Engine)}")
+        if self.block_nbytes <= 0 or not is_aligned(self.block_nbytes):
+            raise ValueError(f"block_nbytes is {self.block_nbytes}; it must be a positive multiple of 4096")
+        if self.threads < 1:
+            raise ValueError(f"threads is {self.threads}; it must be at least 1")
+        if self.free_margin_nbytes < 0:
+            raise ValueError(f"free_margin_nbytes is {self.free_margin_nbytes}; it must not be negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """One directory of a store. Each has its own backend, so that a slow drive does not hold up the others."""
+
+    directory: Path
+    file: SwapFile
+    backend: Backend
+    reason: str
+
+
+def open_drive(
+    directory: Path,
+    nbytes: int,
+    *,
+    run_name: str,
+    rank: int,
+    options: StorageOptions,
+    wrap_backend: WrapBackend | None,
+    closing: ExitStack,
+) -> Drive:
+    """Make the run folder, swap file and backend of a directory; `closing` undoes it, last made first.
+
+    Raises:
+        SwapFullError: too little space.
+        StorageError: the directory cannot be used, or cannot do what `options.engine` insists on.
+    """
+    try:
+        folder = RunFolder(directory, run_name)
+        closing.callback(folder.remove)
+        engine, reason = choose_engine(folder.path, options.engine)
+        file = SwapFile(
+            folder.path / f"rank{rank}.swap",
+            nbytes,
+            direct=engine is Engine.DIRECT,
+            free_margin_nbytes=options.free_margin_nbytes,
+        )
+    except OSError as error:
+        raise make_directory_error(directory, error) from error
+    except StorageError as error:
+        error.add_note(f"directory: {directory}")
+        raise
+    closing.callback(file.close)
+    backend = make_backend(engine, threads=options.threads, block_nbytes=options.block_nbytes)
+    try:
+        used = backend if wrap_backend is None else wrap_backend(backend)
+    except BaseException:
+        backend.close()
+        raise
+    closing.callback(used.close)
+    return Drive(directory, file, used, reason)
