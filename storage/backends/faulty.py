@@ -1,0 +1,184 @@
+"""Faults on purpose: wraps any backend and makes chosen transfers go wrong. A public tool for tests.
+
+faults = []                                     # the wrapped backends, one per drive
+def wrap(backend):
+    faults.append(FaultyBackend(backend))
+    return faults[-1]
+
+store = ShardStore.open([folder], capacity, wrap_backend=wrap)
+faults[0].inject(Fault.NO_SPACE, op=Op.WRITE, times=1)
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from storage.align import PAGE_NBYTES, align_down
+from storage.backends.base import Backend
+from storage.backends.system import io_error, short_error
+from storage.errors import ClosedError
+from storage.types import IoRequest, Op, Ticket
+
+
+class Fault(Enum):
+    """What goes wrong with a transfer."""
+
+    IO_ERROR = "EIO: the first half of the bytes has moved"
+    NO_SPACE = "ENOSPC (for reads EIO): the first half of the bytes has moved"
+    SHORT = "the transfer ends after its first half and cannot be resumed"
+    STUCK = "the device does not answer until `release_stuck`, or until the backend is closed"
+    BIT_FLIP = "one bit of the data is wrong, and nobody says so"
+
+
+@dataclass(slots=True, eq=False)
+class Injection:
+    """A fault that waits for its transfers.
+
+    Attributes:
+        op, key: which transfers; None for any.
+        skip: how many of them pass before.
+        times: how many it hits; None for all.
+        hits: how many it has hit.
+    """
+
+    fault: Fault
+    op: Op | None = None
+    key: str | None = None
+    skip: int = 0
+    times: int | None = 1
+    hits: int = 0
+
+    def matches(self, request: IoRequest) -> bool:
+        """Whether it hits this transfer; counts those it lets pass. Guarded by its backend's lock."""
+        is_meant = (self.op is None or self.op is request.op) and (self.key is None or self.key == request.key)
+        if not is_meant or (self.times is not None and self.hits >= self.times):
+            return False
+        if self.skip:
+            self.skip -= 1
+            return False
+        self.hits += 1
+        return True
+
+
+class FaultyBackend:
+    """Passes transfers on to `inner`, except those a fault was injected for. Thread safe; closes `inner`."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+        self._injections: list[Injection] = []
+        self._stuck: list[IoRequest] = []
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return f"faulty {self._inner.name}"
+
+    @property
+    def progress(self) -> int:
+        return self._inner.progress
+
+    @property
+    def opens_direct(self) -> bool:
+        return self._inner.opens_direct
+
+    def inject(
+        self, fault: Fault, *, op: Op | None = None, key: str | None = None, skip: int = 0, times: int | None = 1
+    ) -> Injection:
+        """Let transfers to come go wrong; the answer counts them."""
+        injection = Injection(fault, op, key, skip, times)
+        with self._lock:
+            self._injections.append(injection)
+        return injection
+
+    def clear(self) -> None:
+        """Nothing goes wrong any more; what is stuck stays stuck."""
+        with self._lock:
+            self._injections.clear()
+
+    def stuck(self) -> list[IoRequest]:
+        """The transfers that the device does not answer for."""
+        with self._lock:
+            return list(self._stuck)
+
+    def release_stuck(self) -> None:
+        """The device answers again: what was stuck is served."""
+        with self._lock:
+            released, self._stuck = self._stuck, []
+        for request in released:
+            self._inner.submit(request)
+
+    def submit(self, request: IoRequest) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the I/O backend is closed")
+            fault = next((one.fault for one in self._injections if one.matches(request)), None)
+            if fault is Fault.STUCK:
+                self._stuck.append(request)
+        match fault:
+            case None:
+                self._inner.submit(request)
+            case Fault.BIT_FLIP:
+                self._submit_flipped(request)
+            case Fault.IO_ERROR | Fault.NO_SPACE | Fault.SHORT:
+                self._submit_half(request, fault)
+
+    def in_flight(self) -> list[IoRequest]:
+        return self.stuck() + self._inner.in_flight()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            stuck, self._stuck = self._stuck, []
+        for request in stuck:
+            request.ticket.set_exception(ClosedError("the I/O backend was closed while the device was stuck"))
+        self._inner.close()
+
+    def _submit_half(self, request: IoRequest, fault: Fault) -> None:
+        half = align_down(len(request.memory) // 2, PAGE_NBYTES)
+
+        def fail(ticket: Ticket) -> None:
+            request.ticket.set_exception(ticket.exception or _error(request, half, fault))
+
+        if not half:
+            fail(Ticket.completed())
+            return
+        part = replace(request, memory=request.memory[:half], ticket=Ticket(request.ticket.label))
+        part.ticket.add_done_callback(fail)
+        self._inner.submit(part)
+
+    def _submit_flipped(self, request: IoRequest) -> None:
+        memory = request.memory
+        if request.op is Op.WRITE:
+            # The caller's memory stays as it is: only what reaches the disk is wrong.
+            memory = memoryview(mmap.mmap(-1, len(request.memory)))
+            memory[:] = request.memory
+            _flip(memory)
+        part = replace(request, memory=memory, ticket=Ticket(request.ticket.label))
+
+        def end(ticket: Ticket) -> None:
+            if ticket.exception is not None:
+                request.ticket.set_exception(ticket.exception)
+                return
+            if request.op is Op.READ:
+                _flip(request.memory)
+            request.ticket.set_done()
+
+        part.ticket.add_done_callback(end)
+        self._inner.submit(part)
+
+
+def _flip(memory: memoryview) -> None:
+    memory[len(memory) // 2] ^= 1
+
+
+def _error(request: IoRequest, start: int, fault: Fault) -> Exception:
+    stop = len(request.memory)
+    if fault is Fault.SHORT:
+        return short_error(request, start, stop)
+    is_full = fault is Fault.NO_SPACE and request.op is Op.WRITE
+    return io_error(request, start, stop, OSError(errno.ENOSPC if is_full else errno.EIO, ""))
