@@ -13,7 +13,7 @@ a write and a read. Pinning a fixed set is optimal for cyclic access (PLANNING s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from infinity.config import Schedule
@@ -170,20 +170,33 @@ def _refusal(tier: str, budget: int, minimum: int, terms: Sequence[Term]) -> str
 def _device_terms(request: Request, sizes: _Sizes) -> tuple[list[Term], int]:
     resident = sum(g.flat_nbytes for g in request.groups if g.index in sizes.resident)
     resident_grads = sum(g.flat_nbytes for g in request.groups if g.index in sizes.resident and g.trainable)
+    shared = [g for g in sizes.streamed if g.trainable and len(g.units) > 1]
     largest, name = 0, "none"
-    for unit in request.units:
-        if unit.resident:
-            continue
-        need = sum(g.flat_nbytes for g in unit.groups if g.index not in sizes.resident)
-        need += sum(g.flat_nbytes for g in unit.trainable() if g.index not in sizes.resident)
+    for unit, groups in _held_together(request.units):
+        need = sum(g.flat_nbytes for g in groups if g.index not in sizes.resident)
+        need += sum(g.flat_nbytes for g in groups if g.trainable and g.index not in sizes.resident and g not in shared)
         if need > largest:
             largest, name = need, unit.name
     terms = [
         Term("resident", resident, "parameters outside the units, always gathered"),
         Term("resident gradients", resident_grads, "their gradients, which are complete at the end of backward"),
-        Term("largest unit", largest, f"parameters and gradients of {name}"),
+        Term(
+            "shared gradients",
+            sum(g.flat_nbytes for g in shared),
+            "gradients of parameters that several units use, which are complete after the last of them",
+        ),
+        Term("largest unit", largest, f"parameters and gradients of {name} and what encloses it"),
     ]
-    return terms, resident + resident_grads + largest
+    return terms, sum(term.nbytes for term in terms)
+
+
+def _held_together(units: Sequence[Unit]) -> Iterator[tuple[Unit, list[FlatGroup]]]:
+    """For every unit, the groups that are gathered while it runs: its own and those of the units it lies in."""
+    streamed = [unit for unit in units if not unit.resident]
+    inside = {unit.index: {id(module) for module in unit.module.modules()} for unit in streamed}
+    for unit in streamed:
+        around = [other for other in streamed if id(unit.module) in inside[other.index]]
+        yield unit, list({g.index: g for other in around for g in other.groups}.values())
 
 
 class _HostDivision:

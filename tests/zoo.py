@@ -126,10 +126,17 @@ class Adapted(nn.Module):
 class Frozen(nn.Module):
     """Units that train in part, one that does not train at all, and a parameter of integers."""
 
-    def __init__(self, width: int = 37, frozen_dtype: torch.dtype = torch.float32, blocks: int = 3) -> None:
+    def __init__(
+        self,
+        width: int = 37,
+        frozen_dtype: torch.dtype = torch.float32,
+        blocks: int = 3,
+        *,
+        trains_embedding: bool = True,  # otherwise no backward reaches it
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(29, width)
-        self.embed.requires_grad_(False)
+        self.embed.requires_grad_(trains_embedding)
         self.order = nn.Parameter(torch.randperm(width), requires_grad=False)
         self.blocks = nn.ModuleList(Adapted(width, frozen_dtype) for _ in range(blocks))
         self.whole = Block(width)

@@ -37,6 +37,7 @@ IRREGULAR: dict[str, Callable[[], nn.Module]] = {
     "repeated recomputed": partial(Net, repeat=2, checkpointing="nr"),
     "repeated reentrant": partial(Net, repeat=2, checkpointing="re"),
     "skipping": Skipping,
+    "frozen embedding": partial(Frozen, trains_embedding=False),
     "nested units recomputed": partial(Nested, checkpointing="nr"),
     "nested units reentrant": partial(Nested, checkpointing="re"),
 }
