@@ -70,11 +70,13 @@ def margin_nbytes(directory: Path) -> int:
 
 
 def choose_nbytes(directory: Path, wanted_nbytes: int | None) -> int:
-    """The size of the file: as wanted, or the default, smaller where little is free.
+    """The size of the file, whole 16 MiB: as wanted, or the default, smaller where little is free.
 
     Raises:
         ConfigError: there is too little room; says need and have.
     """
+    if wanted_nbytes is not None:
+        wanted_nbytes = max(wanted_nbytes // _GRAIN_NBYTES, 1) * _GRAIN_NBYTES
     free_nbytes = shutil.disk_usage(directory).free
     room_nbytes = free_nbytes - margin_nbytes(directory)
     need_nbytes = wanted_nbytes if wanted_nbytes is not None else _LEAST_NBYTES

@@ -1,0 +1,145 @@
+"""The engines that can be compared: the backends of `storage`, and aiofiles as most people would use it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import Any
+
+import aiofiles
+
+from infinity.errors import ConfigError
+from storage.backends.base import Backend
+from storage.backends.buffered import BufferedBackend
+from storage.backends.direct import DirectBackend
+from storage.errors import ClosedError, ShortIoError
+from storage.types import IoRequest, Op
+
+_CLOSE_TIMEOUT_S = 30.0
+
+
+class BenchEngine(StrEnum):
+    """What moves the bytes."""
+
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+    AIOFILES = "aiofiles"
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether bytes go through the page cache."""
+        return self is not BenchEngine.DIRECT
+
+
+def parse_engines(text: str) -> tuple[BenchEngine, ...]:
+    """Engines from a list with commas.
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    wrong = [name for name in names if name not in list(BenchEngine)]
+    if wrong or not names:
+        raise ConfigError(f"--engines {text!r}: unknown {wrong or 'list'}; allowed: {', '.join(BenchEngine)}")
+    return tuple(dict.fromkeys(BenchEngine(name) for name in names))
+
+
+def make_engine(engine: BenchEngine, *, depth: int, block_nbytes: int) -> Backend:
+    """A backend that keeps `depth` blocks at the drive; `close()` it."""
+    match engine:
+        case BenchEngine.DIRECT:
+            return DirectBackend(threads=depth, block_nbytes=block_nbytes)
+        case BenchEngine.BUFFERED:
+            return BufferedBackend(threads=depth, block_nbytes=block_nbytes)
+        case BenchEngine.AIOFILES:
+            return AiofilesBackend(tasks=depth)
+
+
+class AiofilesBackend:
+    """`await file.read(n)` and `await file.write(data)` in a few tasks, without blocks, priorities or retries.
+
+    It is here to be compared with, as what a program with an asyncio loop does by default.
+    """
+
+    name = "aiofiles"
+    opens_direct = False
+
+    def __init__(self, *, tasks: int) -> None:
+        self._tasks = tasks
+        self._loop = asyncio.new_event_loop()
+        self._queue: asyncio.Queue[IoRequest | None] = asyncio.Queue()
+        self._requests: dict[IoRequest, None] = {}
+        self._moved = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="infinity-bench-aiofiles", daemon=True)
+        self._thread.start()
+
+    @property
+    def progress(self) -> int:
+        return self._moved
+
+    def submit(self, request: IoRequest) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the aiofiles engine is closed")
+            self._requests[request] = None
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, request)
+
+    def in_flight(self) -> list[IoRequest]:
+        with self._lock:
+            return list(self._requests)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                for _ in range(self._tasks):
+                    self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        self._loop.set_default_executor(ThreadPoolExecutor(self._tasks, thread_name_prefix="infinity-bench-aiofiles"))
+        try:
+            self._loop.run_until_complete(self._serve_all())
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    async def _serve_all(self) -> None:
+        await asyncio.gather(*(self._serve() for _ in range(self._tasks)))
+
+    async def _serve(self) -> None:
+        files: dict[str, Any] = {}
+        while (request := await self._queue.get()) is not None:
+            error: BaseException | None = None
+            try:
+                await self._move(files, request)
+            except Exception as caught:  # whatever it is, the ticket has to carry it
+                error = caught
+            self._moved += 1
+            with self._lock:
+                del self._requests[request]
+            if error is None:
+                request.ticket.set_done()
+            else:
+                request.ticket.set_exception(error)
+        for file in files.values():
+            await file.close()
+
+    async def _move(self, files: dict[str, Any], request: IoRequest) -> None:
+        file = files.get(request.path)
+        if file is None:
+            file = files[request.path] = await aiofiles.open(request.path, "r+b")
+        await file.seek(request.offset)
+        nbytes = len(request.memory)
+        if request.op is Op.READ:
+            data = await file.read(nbytes)
+            if len(data) < nbytes:
+                raise ShortIoError(path=request.path, offset=request.offset, nbytes=nbytes, key=request.key)
+            request.memory[:] = data
+        else:
+            await file.write(request.memory)
+            await file.flush()
