@@ -25,7 +25,7 @@ from infinity.optim.hyper import StateField
 from infinity.sizes import MIB, format_nbytes
 from storage.align import align_down
 
-_MIN_CHUNK_NUMEL = 16 * SHARD_ALIGN_NUMEL
+_MIN_CHUNK_NUMEL = 4 * SHARD_ALIGN_NUMEL
 _TARGET_CHUNK_NBYTES = 16 * MIB
 _PIPELINE_DEPTH = 3
 
@@ -105,12 +105,23 @@ class _Sizes:
         self.gradient: Mapping[int, int] = {
             g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups
         }
-        self.largest_shard = max((self.shard[g.index] for g in self.streamed), default=0)
+        self.working_set = self._working_set(request)
         self.largest_gradient = max(self.gradient.values(), default=0)
         self.unit_gradients = [sum(self.gradient[g.index] for g in u.groups) for u in request.units]
         param_size = max((g.shard_dtype.itemsize for g in request.groups), default=4)
         # A chunk in transit holds its record, its parameters and, if spilled, its gradient.
         self.chunk_per_element = self.state_per_element + param_size + 4
+
+    def _working_set(self, request: Request) -> int:
+        """Most bytes of host copies in use at once. Under `overlapped` they stay from backward to their update."""
+        largest = max((self.shard[g.index] for g in self.streamed), default=0)
+        if request.schedule is Schedule.OVERLAPPED:
+            for _, groups in _held_together(request.units):
+                streamed = [g for g in groups if g.index not in self.resident]
+                updated = sum(self.shard[g.index] for g in streamed if g.trainable)
+                passing = max((self.shard[g.index] for g in streamed if not g.trainable), default=0)
+                largest = max(largest, updated + passing)
+        return largest
 
 
 def make_placement(request: Request) -> Placement:
@@ -211,7 +222,7 @@ class _HostDivision:
         self.pinned_params = set(sizes.resident)
         self.pinned_states = set(sizes.resident)
         trainable = [g.index for g in sizes.streamed if g.trainable]
-        self.window = sizes.largest_shard
+        self.window = sizes.working_set
         if self.synchronous:
             self.spilled = set(trainable)
             self.gradients = sum(sizes.gradient[i] for i in sizes.resident)
@@ -262,13 +273,13 @@ class _HostDivision:
         """Spend what the minimum leaves: smooth flow first, then no spilling, then pinning by value, then window."""
         sizes = self._sizes
         self._deepen_pipeline()
-        self._grow("window", 2 * sizes.largest_shard)
+        self._grow("window", 2 * sizes.working_set)
         if self.synchronous:
             self._grow("transit", 2 * self.transit)
             self._hold_gradients()
         else:
             self._grow("gradients", 2 * max(sizes.unit_gradients, default=0))
-        self._grow("window", 4 * sizes.largest_shard)
+        self._grow("window", 4 * sizes.working_set)
         self._pin(self.pinned_params, sizes.shard)
         self._pin(self.pinned_states, sizes.state)
         streamed = [g for g in sizes.streamed if g.index not in self.pinned_params]
@@ -320,8 +331,8 @@ class _HostDivision:
 
     def kept(self, *, from_end: bool) -> list[int]:
         """Groups whose copies are kept across the turn (the last ones) or the step boundary (the first ones)."""
-        # Beside what is kept, the window always has room for the largest shard, so keeping never costs a read.
-        room = self.window - self._sizes.largest_shard
+        # Beside what is kept, the window always has room for one unit, so keeping never costs a read.
+        room = self.window - self._sizes.working_set
         chosen: list[int] = []
         total = 0
         streamed = [g for g in self._sizes.streamed if g.index not in self.pinned_params]
