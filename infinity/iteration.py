@@ -88,23 +88,20 @@ class Iteration:
     def post_backward(self, unit: Unit) -> None:
         self._tasks.join()
         self._backward_runs[unit.index] += 1
+        is_over = self._backward_runs[unit.index] == unit.forward_calls
         for group in unit.trainable():
-            self._runtime.sink.harvest(group)
-            self._runtime.sink.settle(group)
+            self._harvest(group, is_final=is_over and self._has_one_user(group))
         self._release(unit)
-        if self._backward_runs[unit.index] == unit.forward_calls:
-            self._updates.complete(g for g in unit.trainable() if self._has_one_user(g))
 
     def end_backward(self) -> None:
         """The last open graph task ends: harvest and release everything that is left."""
         runtime = self._runtime
-        for group in runtime.groups:
-            if group.trainable:
-                runtime.sink.harvest(group)
-                runtime.sink.settle(group)
+        waiting = runtime.sink.pending()
+        others = [g for g in runtime.groups if g.trainable and g not in waiting]
+        for group in (*waiting, *others):  # first those that hold memory, which their updates give back
+            self._harvest(group, is_final=True)
         runtime.gatherer.release_all()
         runtime.sink.end_backward()
-        self._updates.complete(runtime.sink.pending())
 
     def end_step(self) -> None:
         """The optimizer step is over: counts start again."""
@@ -160,6 +157,12 @@ class Iteration:
                 self._runtime.sink.expect(group)
 
     # Parts -----------------------------------------------------------------------------------------------------
+
+    def _harvest(self, group: FlatGroup, *, is_final: bool) -> None:
+        self._runtime.sink.harvest(group)
+        self._runtime.sink.settle(group)
+        if is_final:
+            self._updates.complete([group])
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
         fetched = False

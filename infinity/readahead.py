@@ -253,13 +253,19 @@ class ReadAhead:
             self.on_failure(error)
 
     async def _make_room(self, wanted: HostCopy) -> None:
-        """Evict the clean copy that is needed last, or wait until something in flight has settled."""
+        """Evict the clean copy that is needed last, or wait until something in flight has settled.
+
+        What awaits its update goes last: its bytes would have to be read again for that.
+        """
         distance: dict[int, int] = {}
         for number, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 distance.setdefault(index, number)
         held = [c for c in self._copies if not c.pinned and c.lease is not None and c is not wanted]
-        victims = [c for c in held if c.state is CopyState.CLEAN and not c.is_claimed and c.update.done]
+        idle = [c for c in held if c.state is CopyState.CLEAN and not c.is_claimed and c.update.done]
+        victims = [c for c in idle if not c.awaits_update]
+        if not victims and len(idle) == len(held):
+            victims = idle
         victims.sort(key=lambda c: distance.get(c.group.index, len(self._trace)), reverse=True)
         for victim in victims:
             if victim.drop():

@@ -14,12 +14,13 @@ from torch import nn
 import infinity
 from tests.conftest import MakeEngine
 from tests.parity.loops import Loop, assert_parity, assert_traffic
-from tests.zoo import Attention, Frozen, Nested, Net, build
+from tests.zoo import Attention, Frozen, Nested, Net, OddNet, build
 
 SCHEDULES = ("overlapped", "synchronous")
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "frozen": Frozen,
+    "odd": OddNet,
     "nested": Nested,
     "tied": partial(Net, tied=True),
     "attention": Attention,
