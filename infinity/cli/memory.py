@@ -2,15 +2,21 @@
 
 [Note: the bound of host memory]
     interpreter_bytes     resident before the engine is made: Python, the libraries, the text, and what one step
-                          of a very small model leaves behind
+                          of a small model leaves behind
     activation_bytes      `activation_nbytes`, a formula
     device_budget_bytes   parameters and gradients present for compute; 0 where they lie in a GPU's own memory
     host_budget_bytes     everything else of the state that is in memory
 Their sum is `bound_bytes`; `peak_rss_bytes` stays below it.
+
+[Note: large blocks]
+When glibc frees a large block it raises the size from which blocks are mapped one by one, up to 32 MiB. Tensors then
+come from a heap that cannot shrink below its topmost block, and a run of ours kept 60 MiB of holes. `map_large_blocks`
+fixes that size; the plain baseline does the same, so that the two differ in offloading alone.
 """
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -27,8 +33,13 @@ from infinity.optim.kernels import kernel_for
 
 _SAVED_PER_CHANNEL = 20  # of a block: residuals 2, norms 2, qkv 3, attention 2, MLP 8, and their small change
 _BACKWARD_PER_CHANNEL = 16  # gradients of a block on their way: MLP 8, qkv 3, residuals 2, and copies of them
+_OUTSIDE_PER_CHANNEL = 3  # embeddings and the last norm
 _LOGITS_COPIES = 4  # logits, log-probabilities, the gradients of both
-_SMALL = GptShape(layers=2, hidden=128, heads=2, seq=64)
+_M_TRIM_THRESHOLD = -1  # glibc's malloc.h
+_M_MMAP_THRESHOLD = -3
+_LARGE_NBYTES = 1 << 20
+_SMALL_HIDDEN = 256
+_HEAD = 64
 
 
 def rss_bytes() -> int:
@@ -47,30 +58,40 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def activation_nbytes(training: Training) -> int:
+def activation_nbytes(training: Training, precision: Precision) -> int:
     """Bytes of activations at the worst moment, the backward of the last block.
 
     Every block keeps 20 values per token and channel, or only its input with recomputation; one block's gradients
-    are on their way; and there are the logits. Values have 4 bytes (2 would do where compute is bf16).
+    are on their way; and there are the logits. A value has 2 bytes where the CPU computes in bf16, else 4.
     """
     shape = training.shape
     tokens = training.batch * shape.seq
     kept = shape.layers + _SAVED_PER_CHANNEL if training.recompute else shape.layers * _SAVED_PER_CHANNEL
-    per_token = (kept + _BACKWARD_PER_CHANNEL + 3) * shape.hidden + _LOGITS_COPIES * VOCABULARY
-    return 4 * tokens * per_token
+    size = _compute_dtype(training, precision).itemsize
+    values = (kept + _BACKWARD_PER_CHANNEL + _OUTSIDE_PER_CHANNEL) * shape.hidden
+    return tokens * (size * values + 4 * _LOGITS_COPIES * VOCABULARY)
 
 
-def warm_up(precision: Precision) -> None:
-    """One step of a very small model and one optimizer kernel.
+def map_large_blocks() -> None:
+    """Let the C library map large blocks one by one and give them back when they are freed; see the note above."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return  # not glibc: other allocators have no such threshold
+    mallopt(_M_TRIM_THRESHOLD, _LARGE_NBYTES)
+    mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
 
-    Afterwards is there what libraries allocate for themselves and load when they are first used.
+
+def warm_up(training: Training, precision: Precision) -> None:
+    """One step of a small model and one optimizer kernel.
+
+    Afterwards is there what libraries load when they are first used and keep for themselves.
     """
-    model = build_plain(_SMALL, recompute=True, seed=0).to(_warm_dtype(precision))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(1, _SMALL.seq, dtype=torch.int64)
-    torch.autograd.backward(model(tokens, tokens))
-    optimizer.step()
-    optimizer.zero_grad()
+    real = training.shape
+    is_small = real.hidden <= _SMALL_HIDDEN
+    hidden, heads = (real.hidden, real.heads) if is_small else (_SMALL_HIDDEN, _SMALL_HIDDEN // _HEAD)
+    small = GptShape(layers=2, hidden=hidden, heads=heads, seq=real.seq)
+    _one_step(small, training.batch, _compute_dtype(training, precision))
     threads = KernelThreads(None)
     try:
         kernel_for(precision, threads).warm_up()
@@ -78,6 +99,16 @@ def warm_up(precision: Precision) -> None:
         threads.close()
 
 
-def _warm_dtype(precision: Precision) -> torch.dtype:
-    """What the CPU computes in; on a GPU it makes no difference to host memory."""
-    return torch.bfloat16 if precision is Precision.BF16 and has_fast_bf16() else torch.float32
+def _one_step(shape: GptShape, batch: int, dtype: torch.dtype) -> None:
+    model = build_plain(shape, recompute=True, seed=0).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(batch, shape.seq, dtype=torch.int64)
+    torch.autograd.backward(model(tokens, tokens))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _compute_dtype(training: Training, precision: Precision) -> torch.dtype:
+    """What the CPU computes in. A GPU's activations are not in host memory, and the fake computes in fp32."""
+    is_bf16 = precision is Precision.BF16 and training.device == "cpu" and has_fast_bf16()
+    return torch.bfloat16 if is_bf16 else torch.float32

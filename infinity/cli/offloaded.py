@@ -23,7 +23,6 @@ from infinity.cli.records import Counters, StepRecord
 from infinity.cli.report import Measured
 from infinity.cli.settings import RunSettings
 from infinity.cli.tables import preflight
-from infinity.config import Config, DeviceKind
 from infinity.data.text import Text
 from infinity.editing import gathered
 from infinity.engine import Engine, offload
@@ -78,7 +77,7 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
         if options.save is not None:
             checkpoints.save(engine, options.save, optimizer, training, run.first_step + len(run.records))
             display.say(f"saved to {options.save}")
-        run.measured = Measured.of(engine, _device_kind(settings.config))
+        run.measured = Measured.of(engine)
         if options.trace is not None:
             engine.trace.write_chrome(options.trace)
         if options.baseline:
@@ -128,12 +127,6 @@ def _steps(
 def _counters(engine: Engine) -> Counters:
     """The engine's counters as they stand. `engine.metrics()` would wait for writes, which overlap the next step."""
     return metrics_of(engine._runtime)
-
-
-def _device_kind(config: Config) -> DeviceKind:
-    if config.device.kind is DeviceKind.AUTO:
-        return DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
-    return config.device.kind
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 
 from infinity.cli.hashing import hash_parameters
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of, load_training_text
-from infinity.cli.memory import peak_rss_bytes
+from infinity.cli.memory import map_large_blocks, peak_rss_bytes
 from infinity.cli.records import PlainRun
 from infinity.cli.settings import Training
 from infinity.models.gpt import GptShape, build_plain
@@ -59,6 +59,7 @@ def training_from_json(fields: dict[str, Any]) -> Training:
 def main() -> int:
     spec, result = Path(sys.argv[1]), Path(sys.argv[2])
     given = json.loads(spec.read_text())
+    map_large_blocks()
     torch.set_num_threads(given["threads"])
     try:
         run = train_plain(training_from_json(given["training"]))

@@ -12,7 +12,6 @@ from infinity.cli.baseline import Comparison
 from infinity.cli.memory import activation_nbytes, peak_rss_bytes
 from infinity.cli.records import Counters, StepRecord, seconds_of_a_step
 from infinity.cli.settings import RunSettings
-from infinity.config import DeviceKind
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.observe.metrics import Traffic
@@ -31,12 +30,11 @@ class Measured:
     counters: Counters
     traffic: Traffic
     io_engine: str
-    device: DeviceKind
 
     @classmethod
-    def of(cls, engine: Engine, device: DeviceKind) -> Measured:
+    def of(cls, engine: Engine) -> Measured:
         """Waits until everything under way has landed."""
-        return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine, device)
+        return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine)
 
 
 def make_report(
@@ -57,7 +55,7 @@ def make_report(
         "nvme": settings.config.nvme.budget or plan.placement.nvme_nbytes,
     }
     peaks = {tier: int(counters[f"{tier}/peak_bytes"]) for tier in ("device", "host")}
-    memory = _memory(settings, measured, budgets, interpreter_nbytes)
+    memory = _memory(settings, budgets, interpreter_nbytes)
     return {
         "config": {
             "preset": settings.options.preset,
@@ -114,13 +112,11 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
         raise ConfigError(f"--json {path}: cannot be written: {error.strerror or error}") from error
 
 
-def _memory(
-    settings: RunSettings, measured: Measured, budgets: dict[str, int], interpreter_nbytes: int
-) -> dict[str, int]:
-    on_gpu = measured.device is DeviceKind.CUDA
+def _memory(settings: RunSettings, budgets: dict[str, int], interpreter_nbytes: int) -> dict[str, int]:
+    on_gpu = settings.training.uses_cuda
     terms = {
         "interpreter_bytes": interpreter_nbytes,
-        "activation_bytes": 0 if on_gpu else activation_nbytes(settings.training),
+        "activation_bytes": 0 if on_gpu else activation_nbytes(settings.training, settings.config.precision),
         "device_budget_bytes": 0 if on_gpu else budgets["device"],
         "host_budget_bytes": budgets["host"],
     }

@@ -62,7 +62,11 @@ class Training:
     clip: float | None
     recompute: bool
     data: tuple[str, ...]
-    uses_cuda: bool
+    device: str  # "cpu", "cuda" or "fake": where the offloaded run computes
+
+    @property
+    def uses_cuda(self) -> bool:
+        return self.device == "cuda"
 
     @property
     def tokens_per_step(self) -> int:
@@ -91,7 +95,8 @@ def resolve(options: TrainOptions) -> RunSettings:
     config = _engine_config(options)
     config, schedule_note = _choose_schedule(config, options)
     kind = config.device.kind
-    uses_cuda = kind is DeviceKind.CUDA or (kind is DeviceKind.AUTO and torch.cuda.is_available())
+    if kind is DeviceKind.AUTO:
+        kind = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
     training = Training(
         shape=shape,
         batch=options.batch or preset.batch,
@@ -102,7 +107,7 @@ def resolve(options: TrainOptions) -> RunSettings:
         clip=options.clip,
         recompute=preset.recompute if options.recompute is None else options.recompute,
         data=tuple(map(str, options.data)),
-        uses_cuda=uses_cuda,
+        device=kind.value,
     )
     is_preset = (shape.layers, shape.hidden, shape.seq) == (preset.layers, preset.hidden, preset.seq)
     config, budget_note = _choose_budgets(config, shape, preset if is_preset else None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from infinity.cli import baseline, checkpoints
 from infinity.cli.console import make_console
 from infinity.cli.loop import load_training_text
-from infinity.cli.memory import rss_bytes, warm_up
+from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded
 from infinity.cli.report import add_baseline, make_report, write_json
 from infinity.cli.settings import RunSettings, TrainOptions, resolve
@@ -27,9 +27,10 @@ def train(options: TrainOptions) -> None:
     _check_outputs(options)
     _check_checkpoints(options)
     if options.baseline:
-        baseline.check_memory(settings.training)
+        baseline.check_memory(settings.training, settings.config.precision)
+    map_large_blocks()
     text = load_training_text(settings.training)
-    warm_up(settings.config.precision)
+    warm_up(settings.training, settings.config.precision)
     interpreter_nbytes = rss_bytes()
     run = train_offloaded(settings, text)
     if run.measured is None:
