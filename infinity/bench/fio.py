@@ -1,0 +1,198 @@
+"""fio beside our own engine: same file, block size and depth, taking turns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infinity.bench.engines import BenchEngine
+from infinity.bench.profiles import Order, Profile, Workload
+from infinity.bench.statistics import Spread, spread
+from infinity.bench.target import Target
+from infinity.bench.tier import Measurement, Progress, ready
+from infinity.errors import ConfigError, InfinityError
+
+DEFAULT_FIO_ENGINE = "libaio"
+_THREADED_ENGINES = ("psync", "sync", "vsync", "pvsync", "pvsync2")  # one call at a time: depth is a number of threads
+_GRACE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class FioRun:
+    """What fio says of one run.
+
+    Attributes:
+        read_bytes_per_s, write_bytes_per_s: 0 in a direction that did not run.
+        cpu_s: of its jobs, in user space and in the kernel.
+        moved_nbytes: in both directions.
+    """
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    cpu_s: float
+    moved_nbytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.read_bytes_per_s + self.write_bytes_per_s
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.cpu_s / (self.moved_nbytes / 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One workload on both sides; `ours[i]` and `fio[i]` ran one after the other."""
+
+    workload: Workload
+    ours: tuple[Measurement, ...]
+    fio: tuple[FioRun, ...]
+
+    @property
+    def our_bytes_per_s(self) -> Spread:
+        return spread([run.bytes_per_s for run in self.ours])
+
+    @property
+    def fio_bytes_per_s(self) -> Spread:
+        return spread([run.bytes_per_s for run in self.fio])
+
+    @property
+    def ratio(self) -> float:
+        """Median over median; above 1 ours is faster."""
+        return self.our_bytes_per_s.median / self.fio_bytes_per_s.median
+
+    @property
+    def paired_ratio(self) -> Spread:
+        """Of each pair: what disturbs the drive for longer than a run cancels out."""
+        return spread([ours.bytes_per_s / fio.bytes_per_s for ours, fio in zip(self.ours, self.fio, strict=True)])
+
+    @property
+    def our_cpu_s_per_gb(self) -> Spread:
+        return spread([run.cpu_s_per_gb for run in self.ours])
+
+    @property
+    def fio_cpu_s_per_gb(self) -> Spread:
+        return spread([run.cpu_s_per_gb for run in self.fio])
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Median over median of the CPU time per byte; below 1 ours needs less."""
+        return self.our_cpu_s_per_gb.median / self.fio_cpu_s_per_gb.median
+
+
+def find_fio() -> str:
+    """Path of fio.
+
+    Raises:
+        ConfigError: it is not on PATH.
+    """
+    path = shutil.which("fio")
+    if path is None:
+        raise ConfigError(
+            "--compare-fio: there is no fio on PATH. Install it (Debian and Ubuntu: apt install fio; Fedora: dnf "
+            "install fio), or leave the option away: infinity measures without it"
+        )
+    return path
+
+
+def fio_version() -> str:
+    """Such as "fio-3.33"."""
+    answer = subprocess.run([find_fio(), "--version"], capture_output=True, text=True, timeout=30, check=False)
+    return answer.stdout.strip()
+
+
+def compare(
+    profile: Profile, target: Target, *, repeats: int, seconds: float, fio_engine: str, progress: Progress
+) -> list[Comparison]:
+    """Run every workload of a profile on both sides in turn; who begins changes with every repeat.
+
+    Raises:
+        ConfigError: there is no fio, or the directory cannot do direct I/O.
+        InfinityError: fio failed.
+    """
+    find_fio()
+    if target.direct_problem is not None:
+        raise ConfigError(
+            f"--compare-fio {target.directory}: direct I/O does not work here ({target.direct_problem}), and through "
+            "the page cache both would measure memory. Choose a directory on a drive"
+        )
+    results = []
+    for workload in profile.workloads:
+        progress(f"{workload.name} beside fio, {target.directory}")
+        ours, theirs = [], []
+        with ready(workload, BenchEngine.DIRECT, [target]) as runner:
+            for number in range(repeats):
+                if number % 2:
+                    theirs.append(run_fio(workload, target, seconds, fio_engine))
+                ours.append(runner.run(seconds))
+                if not number % 2:
+                    theirs.append(run_fio(workload, target, seconds, fio_engine))
+        results.append(Comparison(workload, tuple(ours), tuple(theirs)))
+    return results
+
+
+def run_fio(workload: Workload, target: Target, seconds: float, engine: str = DEFAULT_FIO_ENGINE) -> FioRun:
+    """One run of fio on the file of `target`.
+
+    Raises:
+        InfinityError: it failed, or did not end.
+    """
+    command = [find_fio(), *_arguments(workload, target, seconds, engine)]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds + _GRACE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InfinityError(f"fio has not ended {_GRACE_S:.0f} s after its time was over; it was stopped") from error
+    if answer.returncode != 0:
+        problem = (answer.stderr.strip() or answer.stdout.strip())[:500]
+        raise InfinityError(f"fio failed with exit code {answer.returncode}: {problem}\ncommand: {' '.join(command)}")
+    return parse(answer.stdout)
+
+
+def _arguments(workload: Workload, target: Target, seconds: float, engine: str) -> list[str]:
+    kinds = {100: "read", 0: "write"}
+    is_random = workload.order is Order.RANDOM
+    kind = ("rand" if is_random else "") + kinds.get(workload.read_percent, "rw")
+    arguments = [
+        "--name=infinity-compare",
+        f"--filename={target.path}",
+        f"--rw={kind}",
+        f"--rwmixread={workload.read_percent}",
+        f"--bs={workload.block_nbytes}",
+        f"--ioengine={engine}",
+        f"--runtime={seconds:g}",
+        "--time_based",
+        "--direct=1",
+        "--thread",
+        "--fallocate=none",
+        "--allow_file_create=0",
+        "--group_reporting",
+        "--output-format=json",
+    ]
+    if engine not in _THREADED_ENGINES:
+        return [*arguments, f"--iodepth={workload.depth}", f"--size={target.nbytes}"]
+    share_nbytes = target.nbytes // workload.depth // workload.block_nbytes * workload.block_nbytes
+    places = [f"--size={share_nbytes}", f"--offset_increment={share_nbytes}"]
+    return [*arguments, "--iodepth=1", f"--numjobs={workload.depth}", *places]
+
+
+def parse(text: str) -> FioRun:
+    """The figures in fio's JSON output, whatever it printed before.
+
+    Raises:
+        InfinityError: this is not what fio writes.
+    """
+    try:
+        jobs: Sequence[dict[str, Any]] = json.loads(text[text.index("{") :])["jobs"]
+        return FioRun(
+            read_bytes_per_s=sum(float(job["read"]["bw_bytes"]) for job in jobs),
+            write_bytes_per_s=sum(float(job["write"]["bw_bytes"]) for job in jobs),
+            cpu_s=sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs),
+            moved_nbytes=sum(int(job[kind]["io_bytes"]) for job in jobs for kind in ("read", "write")),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise InfinityError(f"fio's JSON output could not be read ({error}): {text[:200]!r}") from error
