@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from storage.backends.base import Backend
 from storage.backends.probe import Engine, choose_engine, make_backend
 from storage.errors import StorageError
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
+
+_log = logging.getLogger(__name__)
 
 WrapBackend = Callable[[Backend], Backend]
 
@@ -95,4 +98,5 @@ def open_drive(
         backend.close()
         raise
     closing.callback(used.close)
+    _log.info("swap files in %s: %s I/O (%s)", directory, used.name, reason)
     return Drive(directory, file, used, reason)

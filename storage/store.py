@@ -192,13 +192,18 @@ class ShardStore:
 
     def describe_in_flight(self) -> list[str]:
         """One line per transfer that has not completed, oldest first: what it is, and where it is held up."""
-        with self._lock:
-            operations = list(self._in_flight)
-            lines = {op.ticket.label: "held behind an earlier one" if op.held_by else "" for op in operations}
+        places: dict[str, list[str]] = {}
         for drive in self._drives:
             for request in drive.backend.in_flight():
-                lines[request.ticket.label] = f"at offset {request.offset} of {request.path}"
-        return [f"{label}: {where}" if where else label for label, where in lines.items()]
+                places.setdefault(request.ticket.label, []).append(f"at offset {request.offset} of {request.path}")
+        lines = []
+        with self._lock:
+            # Not by label: two transfers of the same bytes are two lines.
+            for operation in self._in_flight:
+                label = operation.ticket.label
+                where = ["held behind an earlier one"] if operation.held_by else places.get(label, [])
+                lines.append(f"{label}: {', '.join(where)}" if where else label)
+        return lines
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until everything submitted before has ended, well or not; whether that happened in time."""

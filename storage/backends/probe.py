@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 from enum import StrEnum
@@ -14,8 +13,6 @@ from storage.backends.base import Backend
 from storage.backends.buffered import BufferedBackend
 from storage.backends.direct import DirectBackend
 from storage.errors import StorageError
-
-_log = logging.getLogger(__name__)
 
 
 class Engine(StrEnum):

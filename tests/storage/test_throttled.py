@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from storage.backends.throttled import SystemClock, Throttle, ThrottledBackend
+from storage.errors import ClosedError
+from storage.types import IoRequest, Op, Priority
+from tests.storage.helpers import PAGE, WAIT_S, StepClock, failure, finish, request
+
+_MEMORY = memoryview(bytearray(PAGE))
+
+
+class InstantBackend:
+    """Completes at once; notes when, and can hold the first transfer back until told."""
+
+    name = "instant"
+    opens_direct = False
+    progress = 0
+
+    def __init__(self, clock: StepClock) -> None:
+        self.clock = clock
+        self.served: list[tuple[IoRequest, float]] = []
+
+    def submit(self, request: IoRequest) -> None:
+        self.served.append((request, self.clock.now_s()))
+        request.ticket.set_done()
+
+    def in_flight(self) -> list[IoRequest]:
+        return []
+
+    def close(self) -> None:
+        self.served = list(self.served)
+
+
+class BlockedClock(StepClock):
+    """Sleeps only begin when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_sleep = threading.Event()
+
+    def sleep(self, duration_s: float) -> None:
+        assert self.may_sleep.wait(WAIT_S)
+        super().sleep(duration_s)
+
+
+def test_bytes_take_their_time_and_latencies_overlap() -> None:
+    clock = BlockedClock()
+    inner = InstantBackend(clock)
+    backend = ThrottledBackend(inner, Throttle(PAGE, 2 * PAGE, latency_s=0.5), clock)
+    reads = [request(Op.READ, _MEMORY) for _ in range(3)]
+    for read in reads:
+        backend.submit(read)
+    assert len(backend.in_flight()) == 3
+    clock.may_sleep.set()
+    for read in reads:
+        finish(read.ticket)
+    assert [when for _, when in inner.served] == pytest.approx([1.5, 2.5, 3.5])
+    backend.close()
+
+
+def test_directions_have_rates_of_their_own() -> None:
+    clock = StepClock()
+    inner = InstantBackend(clock)
+    backend = ThrottledBackend(inner, Throttle(PAGE, 2 * PAGE), clock)
+    write = request(Op.WRITE, _MEMORY)
+    backend.submit(write)
+    finish(write.ticket)
+    assert clock.now_s() == pytest.approx(0.5)
+    read = request(Op.READ, _MEMORY)
+    backend.submit(read)
+    finish(read.ticket)
+    assert clock.now_s() == pytest.approx(1.5)
+    backend.close()
+
+
+def test_what_somebody_waits_for_goes_first() -> None:
+    clock = BlockedClock()
+    inner = InstantBackend(clock)
+    backend = ThrottledBackend(inner, Throttle(PAGE, PAGE), clock)
+    first = request(Op.READ, _MEMORY, priority=Priority.DEMAND)
+    ahead = request(Op.READ, _MEMORY, priority=Priority.READ_AHEAD)
+    demand = request(Op.READ, _MEMORY, priority=Priority.DEMAND)
+    for read in (first, ahead, demand):
+        backend.submit(read)
+    clock.may_sleep.set()
+    for read in (first, ahead, demand):
+        finish(read.ticket)
+    served = [one for one, _ in inner.served]
+    assert served.index(demand) < served.index(ahead)
+    backend.close()
+
+
+def test_closing_does_not_wait_for_a_slow_transfer() -> None:
+    clock = SystemClock()
+    backend = ThrottledBackend(InstantBackend(StepClock()), Throttle(1e-3, 1e-3), clock)
+    reads = [request(Op.READ, _MEMORY) for _ in range(3)]
+    for read in reads:
+        backend.submit(read)
+    backend.close()
+    assert isinstance(failure(reads[-1].ticket), ClosedError)
+    assert all(read.ticket.done for read in reads)
+    with pytest.raises(ClosedError):
+        backend.submit(reads[0])
+
+
+@pytest.mark.parametrize("rates", [(0, 1, 0), (1, -1, 0), (1, 1, -1)])
+def test_impossible_drives_are_refused(rates: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Throttle(*rates)
