@@ -40,14 +40,14 @@ class Comparison:
     reason: str
 
 
-def check_memory(training: Training, precision: Precision) -> None:
+def check_memory(training: Training) -> None:
     """Refuse a baseline that this machine's memory cannot hold, before anything runs.
 
     Raises:
         ConfigError: with the arithmetic.
     """
     state = training.shape.parameters * _BYTES_PER_PARAMETER
-    need = state + activation_nbytes(training, precision) + _BASE_NBYTES
+    need = state + activation_nbytes(training) + _BASE_NBYTES
     have = int(psutil.virtual_memory().available)
     if need > have:
         raise ConfigError(

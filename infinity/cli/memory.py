@@ -58,18 +58,18 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def activation_nbytes(training: Training, precision: Precision) -> int:
+def activation_nbytes(training: Training) -> int:
     """Bytes of activations at the worst moment, the backward of the last block.
 
     Every block keeps 20 values per token and channel, or only its input with recomputation; one block's gradients
-    are on their way; and there are the logits. A value has 2 bytes where the CPU computes in bf16, else 4.
+    are on their way; and there are the logits. A value counts 4 bytes: where the CPU computes in bf16 it has 2, but its
+    kernels keep fp32 copies on the way.
     """
     shape = training.shape
     tokens = training.batch * shape.seq
     kept = shape.layers + _SAVED_PER_CHANNEL if training.recompute else shape.layers * _SAVED_PER_CHANNEL
-    size = _compute_dtype(training, precision).itemsize
     values = (kept + _BACKWARD_PER_CHANNEL + _OUTSIDE_PER_CHANNEL) * shape.hidden
-    return tokens * (size * values + 4 * _LOGITS_COPIES * VOCABULARY)
+    return 4 * tokens * (values + _LOGITS_COPIES * VOCABULARY)
 
 
 def map_large_blocks() -> None:

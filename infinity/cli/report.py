@@ -116,7 +116,7 @@ def _memory(settings: RunSettings, budgets: dict[str, int], interpreter_nbytes: 
     on_gpu = settings.training.uses_cuda
     terms = {
         "interpreter_bytes": interpreter_nbytes,
-        "activation_bytes": 0 if on_gpu else activation_nbytes(settings.training, settings.config.precision),
+        "activation_bytes": 0 if on_gpu else activation_nbytes(settings.training),
         "device_budget_bytes": 0 if on_gpu else budgets["device"],
         "host_budget_bytes": budgets["host"],
     }

@@ -92,6 +92,8 @@ def resolve(options: TrainOptions) -> RunSettings:
     preset = _preset_of(options)
     shape = _shape_of(options, preset)
     _check_durability(options)
+    if options.clip is not None and not options.clip > 0:
+        raise ConfigError(f"--clip {options.clip}: it must be greater than 0; leave it out not to clip")
     config = _engine_config(options)
     config, schedule_note = _choose_schedule(config, options)
     kind = config.device.kind

@@ -27,7 +27,7 @@ def train(options: TrainOptions) -> None:
     _check_outputs(options)
     _check_checkpoints(options)
     if options.baseline:
-        baseline.check_memory(settings.training, settings.config.precision)
+        baseline.check_memory(settings.training)
     map_large_blocks()
     text = load_training_text(settings.training)
     warm_up(settings.training, settings.config.precision)

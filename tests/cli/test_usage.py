@@ -1,0 +1,104 @@
+"""Bad usage: exit code 2, one readable message, nothing left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import PlacementError, UnsupportedModelError
+from tests.cli.command import ROOT, call, run
+
+
+def test_help_names_every_command_and_option() -> None:
+    code, output, _ = call("--help")
+    assert code == 0
+    assert "train" in output and "clean" in output
+    code, output, _ = call("train", "--help")
+    assert code == 0
+    for option in ("preset", "layers", "data", "precision", "nvme", "baseline", "json", "resume", "durability"):
+        assert f"--{option}" in output
+
+
+def test_python_m_infinity_shows_the_version() -> None:
+    code, output, _ = run("--version")
+    assert code == 0
+    assert output.startswith("infinity ")
+
+
+def test_help_does_not_import_torch() -> None:
+    program = "import sys, infinity.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "allowed: tiny, small"),
+        (["--precision", "fp8"], "allowed: 'fp32', 'bf16'"),
+        (["--device", "tpu"], "allowed: 'auto', 'cpu'"),
+        (["--host-budget", "20G"], "did you mean 20GiB"),
+        (["--hidden", "100", "--heads", "3"], "multiple of heads"),
+        (["--durability", "step"], "not available in this version"),
+        (["--durability", "checkpoint"], "add --save DIR"),
+        (["--durability", "always"], "allowed: 'none', 'checkpoint'"),
+        (["--schedule", "overlapped", "--accumulate", "2"], "contradicts --accumulate"),
+        (["--schedule", "overlapped", "--clip", "1"], "contradicts --clip"),
+        (["--schedule", "deferred"], "not supported yet"),
+        (["--clip", "0"], "greater than 0"),
+        (["--io-timeout", "0"], "io_timeout_s"),
+        (["--config", "missing.toml"], "cannot be read"),
+        (["--data", "missing"], "no such file"),
+        (["--json", "missing/report.json"], "does not exist"),
+        (["--trace", "."], "this is a folder"),
+        (["--resume", "missing"], "--resume"),
+    ],
+)
+def test_says_what_is_wrong(arguments: list[str], message: str) -> None:
+    code, _, error = call("train", "--preset", "tiny", *arguments)
+    assert code == 2
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--batch", "many"], ["--no-such-option"], ["extra"]])
+def test_refuses_what_it_cannot_parse(arguments: list[str]) -> None:
+    code, _, _ = call("train", *arguments)
+    assert code == 2
+
+
+def test_shows_a_traceback_when_asked() -> None:
+    code, _, error = call("train", "--preset", "huge", "--debug")
+    assert code == 2
+    assert "Traceback" in error and "error:" in error
+
+
+@pytest.mark.parametrize(("option", "tier"), [("--host-budget", "host"), ("--device-budget", "device")])
+def test_impossible_budgets_are_refused_with_the_arithmetic(tmp_path: Path, option: str, tier: str) -> None:
+    code, _, error = call("train", "--preset", "tiny", "--nvme", tmp_path, option, "64KiB")
+    assert code == 2
+    assert f"smallest {tier} budget that works" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("error", "code"), [(PlacementError("small"), 2), (UnsupportedModelError("odd"), 1)])
+def test_exit_codes_of_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("infinity.cli.train.train", fail)
+    assert call("train")[0] == code
+
+
+def test_a_setting_file_is_read_and_options_go_before_it(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text('precision = "bf16"\n[host]\nbudget = "1KiB"\n')
+    code, _, error = call("train", "--preset", "tiny", "--config", settings)
+    assert code == 2
+    assert "host budget of 1 KiB" in error
+    settings.write_text("[hosts]\nbudget = 1\n")
+    code, _, error = call("train", "--preset", "tiny", "--config", settings)
+    assert code == 2
+    assert "did you mean 'host'" in error
