@@ -109,6 +109,11 @@ class Load:
         """Bytes that have been moved in one direction until now."""
         return len(self._latencies_ns[op]) * self._schedule.nbytes
 
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes that have been moved in both directions until now."""
+        return sum(self.moved_nbytes(op) for op in Op)
+
     def _submit(self, memory: memoryview) -> None:
         number = next(self._numbers)
         if self._error is not None or (self._most is not None and number >= self._most):

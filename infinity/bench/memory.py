@@ -1,0 +1,161 @@
+"""Host memory, the link to the device and the optimizer's kernels; each alone, and while a drive is busy."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from infinity.bench.engines import BenchEngine
+from infinity.bench.profiles import OFFLOAD
+from infinity.bench.statistics import Spread, spread
+from infinity.bench.target import Target
+from infinity.bench.tier import Progress, ready
+from infinity.config import Precision
+from infinity.devices.select import describe_missing_cuda
+from infinity.optim.hyper import AdamWHyper, Piece
+from infinity.optim.kernel_threads import KernelThreads
+from infinity.optim.kernels import kernel_for
+from infinity.sizes import MIB
+
+_COPY_NBYTES = 256 * MIB  # larger than the caches of a processor
+_LINK_NBYTES = 256 * MIB
+_KERNEL_NUMEL = 4 * 1024 * 1024
+_HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+_DISK_LOAD = next(workload for workload in OFFLOAD.workloads if workload.read_percent == 50)
+
+Pass = Callable[[], int]  # does a piece of work, and returns how much: bytes or parameters
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRate:
+    """How fast something goes that is not a drive.
+
+    Attributes:
+        unit: "bytes/s" (bytes copied, each read once and written once) or "parameters/s".
+        alone, beside_disk: medians and spreads; the latter None where no drive was measured.
+        disk_bytes_per_s: what the drive did meanwhile, reads and writes together.
+    """
+
+    name: str
+    threads: int
+    unit: str
+    alone: Spread
+    beside_disk: Spread | None
+    disk_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All rates, and what could not be measured."""
+
+    rates: tuple[MemoryRate, ...]
+    notes: tuple[str, ...]
+
+
+def measure_memory(target: Target | None, *, repeats: int, seconds: float, progress: Progress) -> MemoryReport:
+    """Measure each rate `repeats` times for `seconds`, then as often beside reads and writes on `target`."""
+    threads = len(os.sched_getaffinity(0))
+    rates = []
+    with ExitStack() as closing:
+        for name, count, unit, work in _works(threads, closing):
+            progress(name)
+            work()  # compiles, faults memory in, starts threads
+            alone = spread([_rate(work, seconds) for _ in range(repeats)])
+            beside, disk_rate = None, None
+            if target is not None:
+                with busy(target) as moved_nbytes:
+                    before, started_s = moved_nbytes(), time.perf_counter()
+                    beside = spread([_rate(work, seconds) for _ in range(repeats)])
+                    disk_rate = (moved_nbytes() - before) / (time.perf_counter() - started_s)
+            rates.append(MemoryRate(name, count, unit, alone, beside, disk_rate))
+    notes = () if torch.cuda.is_available() else (f"host to device: not measured, {describe_missing_cuda()}",)
+    return MemoryReport(tuple(rates), notes)
+
+
+def _rate(work: Pass, seconds: float) -> float:
+    started_s = time.perf_counter()
+    done = work()
+    while (elapsed_s := time.perf_counter() - started_s) < seconds:
+        done += work()
+    return done / elapsed_s
+
+
+@contextmanager
+def busy(target: Target) -> Iterator[Callable[[], int]]:
+    """Keep a drive busy with half reads, half writes; gives what has been moved until now."""
+    engine = BenchEngine.DIRECT if target.direct_problem is None else BenchEngine.BUFFERED
+    with ready(_DISK_LOAD, engine, [target]) as runner:
+        loads = runner.loads(seconds=float("inf"))
+        for load in loads:
+            load.start()
+        try:
+            yield lambda: sum(load.total_nbytes for load in loads)
+        finally:
+            for load in loads:
+                load.stop()
+            runner.wait(loads, seconds=0.0)
+
+
+def _works(threads: int, closing: ExitStack) -> Iterator[tuple[str, int, str, Pass]]:
+    """Name, threads, unit and work; one after the other, so that the memory of one is free before the next."""
+    for count in dict.fromkeys((1, threads)):
+        yield "host memory copy", count, "bytes/s", _host_copy(count, closing)
+    if torch.cuda.is_available():
+        for name, to_device in (("host to device", True), ("device to host", False)):
+            yield name, 1, "bytes/s", _link_copy(to_device=to_device)
+    for precision in Precision:
+        for count in dict.fromkeys((1, threads)):
+            yield f"AdamW {precision.value}", count, "parameters/s", _update(precision, count, closing)
+
+
+def _host_copy(count: int, closing: ExitStack) -> Pass:
+    pool = closing.enter_context(KernelThreads(count))
+    source, target = np.ones(_COPY_NBYTES, np.uint8), np.ones(_COPY_NBYTES, np.uint8)
+    parts = list(zip(np.array_split(target, count), np.array_split(source, count), strict=True))
+
+    def work() -> int:
+        pool.run([partial(np.copyto, to, of) for to, of in parts])
+        return _COPY_NBYTES
+
+    return work
+
+
+def _link_copy(*, to_device: bool) -> Pass:
+    host = torch.ones(_LINK_NBYTES, dtype=torch.uint8, pin_memory=True)
+    device = torch.ones(_LINK_NBYTES, dtype=torch.uint8, device="cuda")
+    source, target = (host, device) if to_device else (device, host)
+
+    def work() -> int:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return _LINK_NBYTES
+
+    return work
+
+
+def _update(precision: Precision, count: int, closing: ExitStack) -> Pass:
+    pool = closing.enter_context(KernelThreads(count))
+    kernel = kernel_for(precision, pool)
+    kernel.warm_up()
+    param = torch.ones(_KERNEL_NUMEL, dtype=kernel.param_dtype)
+    grad = torch.full((_KERNEL_NUMEL,), 1e-3)
+    state = [torch.zeros(_KERNEL_NUMEL, dtype=field.dtype) for field in kernel.fields]
+    pieces = [Piece(0, _KERNEL_NUMEL, 1, _HYPER)]
+
+    def work() -> int:
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)  # the fp32 kernel is torch's own
+        try:
+            kernel.update(param, grad, state, pieces, None)
+        finally:
+            torch.set_num_threads(before)
+        return _KERNEL_NUMEL
+
+    return work
