@@ -66,6 +66,9 @@ class BufferedBackend:
             if not self._is_closed:
                 self._is_closed = True
                 self._loop.call_soon_threadsafe(self._stop)
+        if self._thread is threading.current_thread():
+            # A completion's callback closes: what is in service ends, in files of its own, when the loop goes on.
+            return
         self._thread.join(self._close_timeout_s)
         for transfer in self._queue.abandon() if self._thread.is_alive() else []:
             _log.error("%s of %s never ended", transfer.request.op.value, transfer.request.key)

@@ -62,9 +62,11 @@ class DirectBackend:
         for transfer in self._queue.close():
             transfer.complete()
         deadline_s = time.monotonic() + self._close_timeout_s
-        for thread in self._threads:
+        # A completion's callback may close: then one of the threads is this one, and has nothing in service.
+        others = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in others:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-        stuck = self._queue.abandon() if any(thread.is_alive() for thread in self._threads) else []
+        stuck = self._queue.abandon() if any(thread.is_alive() for thread in others) else []
         for transfer in stuck:
             _log.error("%s of %s never ended", transfer.request.op.value, transfer.request.key)
             transfer.complete()

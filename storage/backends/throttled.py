@@ -131,7 +131,8 @@ class _Channel:
             self._changed.notify()
         for request in dropped:
             request.ticket.set_exception(ClosedError("the I/O backend was closed before the transfer was served"))
-        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread is not threading.current_thread():  # a completion's callback may close
+            self._thread.join(_JOIN_TIMEOUT_S)
 
     def _serve(self) -> None:
         free_s = self._clock.now_s()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ def test_the_capacity_holds_whatever_happens(actions: list[tuple[int, int]]) -> 
         assert pool.leased_nbytes == sum(lease.block_nbytes for lease in leases)
         assert pool.leased_nbytes + pool.cached_nbytes <= pool.peak_nbytes <= 10 * PAGE
         spans = sorted((lease.address, lease.address + lease.block_nbytes) for lease in leases)
-        assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
     for lease in leases:
         lease.release()
     pool.close(strict=True)

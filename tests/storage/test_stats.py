@@ -39,5 +39,10 @@ def test_histogram_buckets_are_upper_bounds() -> None:
 
 def test_no_count_is_lost_between_threads() -> None:
     stats = IoStats()
-    run_threads(4, lambda number: [stats.add(Op.READ, TrafficTag("p", number % 2), 1, 1, 0.0) for _ in range(500)][0])
+
+    def work(number: int) -> None:
+        for _ in range(500):
+            stats.add(Op.READ, TrafficTag("param", number % 2), 1, 1, 0.0)
+
+    run_threads(4, work)
     assert stats.total(Op.READ).operations == 2000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -142,8 +143,6 @@ def test_a_folder_whose_owner_cannot_be_told_is_left_alone(tmp_path: Path, conte
     ids=["same process", "earlier boot", "pid used again", "no such process"],
 )
 def test_without_the_lock_the_process_decides(tmp_path: Path, change: dict[str, object], is_alive: bool) -> None:
-    import json
-
     made = RunFolder(tmp_path, "test")
     copy = tmp_path / "infinity-1-0123abcd"
     shutil.copytree(made.path, copy)
