@@ -1,0 +1,196 @@
+"""A safetensors file, written and read in pieces, so that no tensor has to be in memory whole.
+
+The format: the length of the header (8 bytes, little endian), the header (JSON: name → dtype, shape, offsets), then the
+tensors without gaps. What is written here is read by every safetensors library.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from infinity.checkpoint.format import damaged
+from infinity.errors import CheckpointError
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_ALIGN_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """Where one tensor lies in its file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous 1-D CPU tensor, without a copy."""
+    return tensor.detach().view(torch.uint8).numpy().data
+
+
+class TensorFileWriter:
+    """Writes tensors piece by piece; the pieces of one tensor come in order. Close it, then take the checksums."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+        header, self._spans = _lay_out(tensors)
+        self._ends = {name: span.offset for name, span in self._spans.items()}
+        self._hashers = {name: xxhash.xxh3_64() for name in tensors}
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _write_all(self._fd, memoryview(header), 0)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, name: str, piece: torch.Tensor) -> None:
+        """The next elements of tensor `name`: 1-D, on the CPU, contiguous, of its dtype."""
+        if piece.numel() == 0:
+            return
+        data = bytes_of(piece)
+        _write_all(self._fd, data, self._ends[name])
+        self._hashers[name].update(data)
+        self._ends[name] += data.nbytes
+
+    def finish(self) -> dict[str, str]:
+        """Bring everything to the drive; the checksum of every tensor."""
+        for name, span in self._spans.items():
+            if self._ends[name] != span.offset + span.nbytes:
+                raise CheckpointError(f"{name} was not written whole: this is a bug of infinity, please report it")
+        os.fsync(self._fd)
+        return {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lay_out(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, TensorSpan]]:
+    """The header, and where every tensor will lie in the file."""
+    entries: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in _CODES:
+            raise CheckpointError(f"{name} is {dtype}, which safetensors files cannot hold")
+        nbytes = math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % _ALIGN_NBYTES)
+    start = 8 + len(text)
+    spans = {
+        name: TensorSpan(dtype, tuple(shape), start + entries[name]["data_offsets"][0])
+        for name, (dtype, shape) in tensors.items()
+    }
+    return struct.pack("<Q", len(text)) + text, spans
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+class TensorFileReader:
+    """Reads pieces of tensors into given memory.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or not a safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            # The library checks that the header is sound and that the file has exactly the bytes it promises.
+            with safe_open(path, framework="pt"):
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise damaged(path, "the file is missing") from error
+        except SafetensorError as error:
+            raise damaged(path, str(error)) from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        try:
+            self.spans = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> dict[str, TensorSpan]:
+        (length,) = struct.unpack("<Q", os.pread(self._fd, 8, 0))
+        entries = json.loads(os.pread(self._fd, length, 8))
+        spans = {}
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in _DTYPES:
+                raise CheckpointError(f"{self._path}: {name} is {entry['dtype']}, which is not supported")
+            offset = 8 + length + entry["data_offsets"][0]
+            spans[name] = TensorSpan(_DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
+        return spans
+
+    def read(self, name: str, start: int, into: torch.Tensor) -> memoryview:
+        """Fill `into` (1-D, CPU, contiguous, the tensor's dtype) from element `start` on; its bytes, for a checksum."""
+        span = self.spans[name]
+        data = bytes_of(into)
+        offset, left = span.offset + start * span.dtype.itemsize, data
+        while left:
+            count = os.preadv(self._fd, [left], offset)
+            if count == 0:
+                raise damaged(self._path, f"it ends inside {name}")
+            left, offset = left[count:], offset + count
+        return data
+
+    def close(self) -> None:
+        """Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
