@@ -11,7 +11,6 @@ from pathlib import Path
 from storage.align import is_aligned
 from storage.backends.base import Backend
 from storage.backends.probe import Engine, choose_engine, make_backend
-from storage.errors import StorageError
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 
 _log = logging.getLogger(__name__)
@@ -87,9 +86,6 @@ def open_drive(
         )
     except OSError as error:
         raise make_directory_error(directory, error) from error
-    except StorageError as error:
-        error.add_note(f"directory: {directory}")
-        raise
     closing.callback(file.close)
     backend = make_backend(engine, threads=options.threads, block_nbytes=options.block_nbytes)
     try:

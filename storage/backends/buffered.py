@@ -15,7 +15,7 @@ from typing import Any
 import aiofiles
 
 from storage.backends.queue import BlockQueue
-from storage.backends.system import io_error, short_error
+from storage.backends.system import io_error, short_error, without_frames
 from storage.types import IoRequest, Op
 
 _log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class BufferedBackend:
         except OSError as error:
             problem = io_error(request, start, stop, error)
             problem.__cause__ = error
-            return problem
+            return without_frames(problem)
         except Exception as error:
             return error
         return None

@@ -10,7 +10,8 @@ import threading
 import time
 
 from storage.backends.queue import BlockQueue
-from storage.backends.system import SystemCalls, move
+from storage.backends.system import SystemCalls, move, without_frames
+from storage.errors import StorageError
 from storage.types import IoRequest
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class DirectBackend:
             error: BaseException | None = None
             try:
                 move(self._calls, transfer.request, start, stop)
+            except StorageError as caught:  # it says itself what happened where
+                error = without_frames(caught)
             except BaseException as caught:  # whatever it is, the ticket has to carry it
                 error = caught
             self._blocks_done[number] += 1

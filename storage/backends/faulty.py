@@ -7,6 +7,7 @@ def wrap(backend):
 
 store = ShardStore.open([folder], capacity, wrap_backend=wrap)
 faults[0].inject(Fault.NO_SPACE, op=Op.WRITE, times=1)
+faults[0].inject(Fault.SLOW, when=lambda request: len(request.memory) > 1 << 20, skip=3, delay_s=0.2)
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from __future__ import annotations
 import errno
 import mmap
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from storage.align import PAGE_NBYTES, align_down
 from storage.backends.base import Backend
 from storage.backends.system import io_error, short_error
+from storage.backends.throttled import Clock, SystemClock
 from storage.errors import ClosedError
 from storage.types import IoRequest, Op, Ticket
+
+_LONGEST_SLEEP_S = 0.05  # so that `close` does not wait for a late transfer
+_JOIN_TIMEOUT_S = 30.0
 
 
 class Fault(Enum):
@@ -31,6 +37,7 @@ class Fault(Enum):
     NO_SPACE = "ENOSPC (for reads EIO): the first half of the bytes has moved"
     SHORT = "the transfer ends after its first half and cannot be resumed"
     STUCK = "the device does not answer until `release_stuck`, or until the backend is closed"
+    SLOW = "a latency spike: the transfer starts `delay_s` late, and others overtake it"
     BIT_FLIP = "one bit of the data is wrong, and nobody says so"
 
 
@@ -39,9 +46,10 @@ class Injection:
     """A fault that waits for its transfers.
 
     Attributes:
-        op, key: which transfers; None for any.
+        op, key, when: which transfers have to match all three; None for any.
         skip: how many of them pass before.
         times: how many it hits; None for all.
+        delay_s: how late a SLOW one starts.
         hits: how many it has hit.
     """
 
@@ -50,11 +58,14 @@ class Injection:
     key: str | None = None
     skip: int = 0
     times: int | None = 1
+    when: Callable[[IoRequest], bool] | None = None
+    delay_s: float = 0.1
     hits: int = 0
 
     def matches(self, request: IoRequest) -> bool:
         """Whether it hits this transfer; counts those it lets pass. Guarded by its backend's lock."""
         is_meant = (self.op is None or self.op is request.op) and (self.key is None or self.key == request.key)
+        is_meant = is_meant and (self.when is None or self.when(request))
         if not is_meant or (self.times is not None and self.hits >= self.times):
             return False
         if self.skip:
@@ -65,12 +76,19 @@ class Injection:
 
 
 class FaultyBackend:
-    """Passes transfers on to `inner`, except those a fault was injected for. Thread safe; closes `inner`."""
+    """Passes transfers on to `inner`, except those a fault was injected for. Thread safe; closes `inner`.
 
-    def __init__(self, inner: Backend) -> None:
+    Args:
+        inner: does the transfers.
+        clock: what late transfers wait with.
+    """
+
+    def __init__(self, inner: Backend, clock: Clock | None = None) -> None:
         self._inner = inner
+        self._clock = clock or SystemClock()
         self._injections: list[Injection] = []
         self._stuck: list[IoRequest] = []
+        self._late: dict[IoRequest, threading.Thread] = {}
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -87,10 +105,26 @@ class FaultyBackend:
         return self._inner.opens_direct
 
     def inject(
-        self, fault: Fault, *, op: Op | None = None, key: str | None = None, skip: int = 0, times: int | None = 1
+        self,
+        fault: Fault,
+        *,
+        op: Op | None = None,
+        key: str | None = None,
+        when: Callable[[IoRequest], bool] | None = None,
+        skip: int = 0,
+        times: int | None = 1,
+        delay_s: float = 0.1,
     ) -> Injection:
-        """Let transfers to come go wrong; the answer counts them."""
-        injection = Injection(fault, op, key, skip, times)
+        """Let transfers to come go wrong; the answer counts them. Of several injections the first that matches hits.
+
+        `when` is called under this backend's lock: it must be quick, and must not use the backend.
+
+        Raises:
+            ValueError: `delay_s` is negative.
+        """
+        if delay_s < 0:
+            raise ValueError(f"delay_s is {delay_s}; it must not be negative")
+        injection = Injection(fault, op, key, skip, times, when, delay_s)
         with self._lock:
             self._injections.append(injection)
         return injection
@@ -110,15 +144,18 @@ class FaultyBackend:
         with self._lock:
             released, self._stuck = self._stuck, []
         for request in released:
-            self._inner.submit(request)
+            self._pass_on(request)
 
     def submit(self, request: IoRequest) -> None:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the I/O backend is closed")
-            fault = next((one.fault for one in self._injections if one.matches(request)), None)
+            injection = next((one for one in self._injections if one.matches(request)), None)
+            fault = injection.fault if injection is not None else None
             if fault is Fault.STUCK:
                 self._stuck.append(request)
+            elif injection is not None and fault is Fault.SLOW:
+                self._start_late(request, injection.delay_s)
         match fault:
             case None:
                 self._inner.submit(request)
@@ -128,15 +165,44 @@ class FaultyBackend:
                 self._submit_half(request, fault)
 
     def in_flight(self) -> list[IoRequest]:
-        return self.stuck() + self._inner.in_flight()
+        with self._lock:
+            waiting = [*self._stuck, *self._late]
+        return waiting + self._inner.in_flight()
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             stuck, self._stuck = self._stuck, []
-        for request in stuck:
+            late, self._late = self._late, {}
+        for request in [*stuck, *late]:
             request.ticket.set_exception(ClosedError("the I/O backend was closed while the device was stuck"))
+        for thread in late.values():
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_TIMEOUT_S)
         self._inner.close()
+
+    def _pass_on(self, request: IoRequest) -> None:
+        """Submit where nobody is left to be told of an error but the ticket."""
+        try:
+            self._inner.submit(request)
+        except Exception as error:
+            request.ticket.set_exception(error)
+
+    def _start_late(self, request: IoRequest, delay_s: float) -> None:
+        due_s = self._clock.now_s() + delay_s
+        thread = threading.Thread(
+            target=self._serve_late, args=(request, due_s), name="infinity-faulty-late", daemon=True
+        )
+        self._late[request] = thread
+        thread.start()
+
+    def _serve_late(self, request: IoRequest, due_s: float) -> None:
+        while (left_s := due_s - self._clock.now_s()) > 0 and not self._is_closed:
+            self._clock.sleep(min(left_s, _LONGEST_SLEEP_S))
+        with self._lock:
+            if self._late.pop(request, None) is None:
+                return  # closed meanwhile
+        self._pass_on(request)
 
     def _submit_half(self, request: IoRequest, fault: Fault) -> None:
         half = align_down(len(request.memory) // 2, PAGE_NBYTES)

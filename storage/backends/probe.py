@@ -67,7 +67,7 @@ def choose_engine(directory: Path, wanted: str) -> tuple[Engine, str]:
     if problem is None:
         return Engine.DIRECT, "O_DIRECT works here"
     if wanted == Engine.DIRECT:
-        raise StorageError(f"engine 'direct' was asked for, but here {problem}. Use 'auto' or 'buffered'")
+        raise StorageError(f"engine 'direct' was asked for, but in {directory} {problem}. Use 'auto' or 'buffered'")
     return Engine.BUFFERED, problem
 
 

@@ -75,6 +75,15 @@ def io_error(request: IoRequest, start: int, stop: int, error: OSError) -> IoErr
     return kind(path=request.path, offset=offset, nbytes=nbytes, errno=error.errno, key=request.key)
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """The error without the worker's frames, which would keep the memory of the transfer alive as long as itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
 def short_error(request: IoRequest, start: int, stop: int) -> ShortIoError:
     """The error for a transfer that ended before `stop` and cannot be resumed."""
     offset, nbytes = request.offset + start, stop - start

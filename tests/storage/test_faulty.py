@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
+import resource
+import weakref
 
 import pytest
 
@@ -144,6 +147,24 @@ def test_one_bit_is_wrong(faulty_store: tuple[ShardStore, FaultyBackend], pool: 
         assert different.sum() == 1
         finish(store.submit_read("a", target.memory, tag=TAG))
         assert (target.memory == before) == (op is Op.READ)
+
+
+def test_a_failed_write_does_not_keep_its_memory(open_store: MakeStore, kind: str) -> None:
+    store = open_store(kind, capacity_nbytes=_NBYTES)
+    store.create("a", _NBYTES)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    lease = HostPool(_NBYTES).lease(_NBYTES, "x")
+    alive = weakref.ref(lease.memory.obj)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, before[1]))
+    try:
+        error = failure(store.submit_write("a", lease.memory, tag=TAG))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert isinstance(error, SwapFullError)
+    lease.release()
+    del lease
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_fault_of_one_page_moves_nothing(faulty_store: tuple[ShardStore, FaultyBackend], pool: HostPool) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 
 from storage.backends.base import Backend
-from storage.errors import ClosedError, StorageError, SwapFullError
+from storage.errors import ClosedError, ShortIoError, StorageError, SwapFullError
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
 from storage.types import Op, Priority, TrafficTag
@@ -343,6 +345,68 @@ def test_open_is_checked(tmp_path: Path) -> None:
         ShardStore.open([], PAGE)
     with pytest.raises(ValueError, match="-1 bytes"):
         ShardStore.open([tmp_path], -1)
+
+
+def test_a_swap_file_that_somebody_cut(open_store: MakeStore, kind: str, pool: HostPool) -> None:
+    store = open_store(kind)
+    store.create("a", 4 * PAGE)
+    with filled(pool, 4 * PAGE, 1) as lease:
+        finish(store.submit_write("a", lease.memory, tag=TAG))
+        os.truncate(store._drives[0].file.path, PAGE)
+        error = failure(store.submit_read("a", lease.memory, tag=TAG))
+        assert isinstance(error, ShortIoError)
+        assert (error.offset, error.nbytes, error.key) == (PAGE, 3 * PAGE, "a")
+
+
+def test_descriptors_and_threads_do_not_grow_with_use(store: ShardStore, pool: HostPool) -> None:
+    def used() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    def turn() -> None:
+        with pool.lease(32 * PAGE, "x") as lease:
+            for number in range(8):
+                key = str(number)
+                store.create(key, 4 * PAGE)
+                store.submit_write(key, lease.memory[number * 4 * PAGE :][: 4 * PAGE], tag=TAG)
+            assert store.drain(WAIT_S)
+            for number in range(8):
+                store.delete(str(number))
+
+    for _ in range(5):
+        turn()  # until every worker of the buffered backend has its file open
+    before = used()
+    for _ in range(10):
+        turn()
+    descriptors, threads = used()
+    assert descriptors <= before[0] + store_workers(store)
+    assert threads <= before[1] + store_workers(store)
+
+
+def store_workers(store: ShardStore) -> int:
+    """How many workers may still open their first file: the buffered backend makes threads when it needs them."""
+    return 0 if store.engine_name.startswith("direct") else 3
+
+
+def test_one_descriptor_per_swap_file(open_store: MakeStore, can_direct: None) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    store = open_store("direct", drives=2)
+    assert len(os.listdir("/proc/self/fd")) - before == 2 * 2  # swap file and lock
+    store.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_directory_in_memory(pool: HostPool) -> None:
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm that can be written to")
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        store = ShardStore.open([Path(folder)], MIB, options=StorageOptions(free_margin_nbytes=0))
+        store.create("a", MIB)
+        with filled(pool, MIB, 1) as source, pool.lease(MIB, "target") as target:
+            finish(store.submit_write("a", source.memory, tag=TAG))
+            finish(store.submit_read("a", target.memory, tag=TAG))
+            assert target.memory == source.memory
+        store.close()
+        assert os.listdir(folder) == []
 
 
 def test_the_engine_is_named_with_its_reason(open_store: MakeStore, tmp_path: Path) -> None:
