@@ -23,6 +23,7 @@ from typing import Any
 
 import xxhash
 
+from infinity.checkpoint.folder import before_of
 from infinity.errors import CheckpointError
 
 VERSION = 1
@@ -136,6 +137,9 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
 
 
 def _not_there(folder: Path) -> str:
+    before = before_of(folder)
+    if (before / INDEX_FILE).exists():
+        return f"there is no checkpoint at {folder}, saving was interrupted; the one before is at {before}: use it"
     if not folder.exists():
         return f"there is no checkpoint at {folder}: nothing is there; check the path"
     return f"there is no checkpoint at {folder}: {INDEX_FILE} is missing; give the folder that save() made"

@@ -1,0 +1,213 @@
+"""The stored state of an engine, span by span: what saving reads and loading writes.
+
+For a span of a shard it gives tensors over its parameters and its optimizer state, wherever they lie: in place where
+they are in host memory for good, else in one buffer that is read from and written to the swap files. The buffer takes
+the place of the update pipeline, which has nothing to do meanwhile, so host memory stays within its budget.
+
+Only while no update and no write is under way: then the swap file, or the memory of what is placed in host memory,
+holds the newest bytes of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from infinity.groups import FlatGroup
+from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.observe.stalls import StallCause
+from infinity.optim.records import Record
+from infinity.runtime import Runtime
+from storage.align import align_down
+from storage.pool import HostPool, Lease
+from storage.store import ShardStore
+from storage.types import Priority, Ticket, TrafficTag
+
+CHECKPOINT_STEP = -2  # the step that traffic of saving and loading belongs to
+_TARGET_NUMEL = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements `start` to `stop` of a group's shard, within one record if the group has any."""
+
+    group: FlatGroup
+    start: int
+    stop: int
+    record: Record | None
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def pieces(self) -> Iterator[tuple[int, int, int, int]]:
+        """For every slot in the span: its number, first and last element in the span, first element in the slot."""
+        for number, slot in enumerate(self.group.layout.slots):
+            first, last = max(slot.offset, self.start), min(slot.stop, self.stop)
+            if first < last:
+                yield number, first - self.start, last - self.start, first - slot.offset
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a span; `key` and `offset` say where in the swap file its bytes are, None if it is in place."""
+
+    kind: str
+    tensor: torch.Tensor
+    memory: memoryview = memoryview(b"")
+    key: str | None = None
+    offset: int = 0
+
+
+class _Carver:
+    """Hands out a buffer from its beginning."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._left = memory
+
+    def take(self, nbytes: int) -> memoryview:
+        taken, self._left = self._left[:nbytes], self._left[nbytes:]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The tensors of a span, 1-D and as long as it: the parameters as they are stored, and the fields of the state."""
+
+    span: Span
+    param: torch.Tensor
+    state: dict[str, torch.Tensor]
+    _parts: tuple[_Part, ...]
+
+
+class Tiers:
+    """Reads and writes spans. A context manager; used by the training thread, one span at a time."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._held = ExitStack()
+        self._numel, self._lease = self._take_buffer()
+
+    def spans(self, group: FlatGroup) -> Iterator[Span]:
+        """All spans of a group, in order."""
+        state = self._runtime.states.get(group.index)
+        if state is None:
+            yield from _cut(group, 0, group.layout.numel, self._numel, None)
+            return
+        for record in state.records:
+            yield from _cut(group, record.chunk.start, record.chunk.stop, self._numel, record)
+
+    def read(self, span: Span) -> Values:
+        """The present values; valid until the next span. State that was never updated is zero."""
+        values = self._values(span)
+        is_born = span.record is not None and span.record.is_initialised
+        tickets = []
+        for part in values._parts:
+            if part.kind == "state" and not is_born:
+                part.tensor.zero_()
+            elif part.key is not None:
+                tag = TrafficTag(part.kind, CHECKPOINT_STEP)
+                tickets.append(
+                    self._store.submit_read(
+                        part.key, part.memory, offset=part.offset, priority=Priority.DEMAND, tag=tag
+                    )
+                )
+        self._wait(tickets, StallCause.NVME_READ)
+        return values
+
+    def blank(self, span: Span) -> Values:
+        """Tensors to fill with new values, zero at first; the old values are gone or will be with `write`."""
+        values = self._values(span)
+        for part in values._parts:
+            part.tensor.zero_()
+        return values
+
+    def write(self, values: Values, *, param: bool = True, state: bool = True) -> None:
+        """Make the tensors the stored values. Host copies that the read-ahead holds become stale."""
+        wanted = {"param": param, "state": state}
+        tickets = []
+        for part in values._parts:
+            if part.key is not None and wanted[part.kind]:
+                tag = TrafficTag(part.kind, CHECKPOINT_STEP)
+                tickets.append(self._store.submit_write(part.key, part.memory, offset=part.offset, tag=tag))
+        self._wait(tickets, StallCause.NVME_WRITE)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _take_buffer(self) -> tuple[int, Lease]:
+        runtime = self._runtime
+        fields = sum(f.dtype.itemsize for f in runtime.kernel.fields)
+        per_element = max(g.shard_dtype.itemsize + (fields if g.trainable else 0) for g in runtime.groups)
+        budget = runtime.budgets["pipeline"]
+        most = max(group.layout.numel for group in runtime.groups)
+        numel = min(_TARGET_NUMEL, most, align_down(budget.limit_nbytes // per_element, SHARD_ALIGN_NUMEL))
+        if numel > 0:
+            reservation = self._held.enter_context(budget.request(numel * per_element, "checkpoint"))
+            runtime.stalls.wait(reservation, StallCause.OPTIMIZER)
+            return numel, self._held.enter_context(runtime.pool.lease(numel * per_element, "checkpoint"))
+        # Nothing that streams trains, so there is no pipeline: a buffer of a few pages beside the budget.
+        pool = HostPool(SHARD_ALIGN_NUMEL * per_element)
+        self._held.callback(pool.close)
+        lease = self._held.enter_context(pool.lease(SHARD_ALIGN_NUMEL * per_element, "checkpoint"))
+        return SHARD_ALIGN_NUMEL, lease
+
+    def _values(self, span: Span) -> Values:
+        left = _Carver(self._lease.memory)
+        param = self._param(span, left)
+        if span.record is None:
+            return Values(span, param.tensor, {}, (param,))
+        state = self._state(span, span.record, left)
+        return Values(span, param.tensor, {name: part.tensor for name, part in state.items()}, (param, *state.values()))
+
+    def _param(self, span: Span, left: _Carver) -> _Part:
+        copy, dtype = self._runtime.copies[span.group.index], span.group.shard_dtype
+        if copy.pinned:
+            return _Part("param", copy.tensor[span.start : span.stop])
+        memory = left.take(span.numel * dtype.itemsize)
+        return _Part("param", torch.frombuffer(memory, dtype=dtype), memory, span.group.key, span.start * dtype.itemsize)
+
+    def _state(self, span: Span, record: Record, left: _Carver) -> dict[str, _Part]:
+        first, last = span.start - record.chunk.start, span.stop - record.chunk.start
+        in_place = record.views(record.lease.memory) if record.lease is not None else None
+        parts = {}
+        field_offset = 0
+        for number, f in enumerate(record.fields):
+            if in_place is not None:
+                parts[f.name] = _Part("state", in_place[number][first:last])
+            else:
+                memory = left.take(span.numel * f.dtype.itemsize)
+                offset = field_offset + first * f.dtype.itemsize
+                parts[f.name] = _Part("state", torch.frombuffer(memory, dtype=f.dtype), memory, record.key, offset)
+            field_offset += record.chunk.numel * f.dtype.itemsize
+        return parts
+
+    @property
+    def _store(self) -> ShardStore:
+        store = self._runtime.store
+        if store is None:
+            raise RuntimeError("something lies in a swap file, but there is none")
+        return store
+
+    def _wait(self, tickets: list[Ticket], cause: StallCause) -> None:
+        self._runtime.stalls.wait(Ticket.all_of(tickets, "checkpoint"), cause)
+
+
+def _cut(group: FlatGroup, start: int, stop: int, numel: int, record: Record | None) -> Iterator[Span]:
+    for first in range(start, stop, numel):
+        yield Span(group, first, min(first + numel, stop), record)
