@@ -54,14 +54,21 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class _Swapped:
+    """Which bytes of the swap file, and the buffer for them."""
+
+    key: str
+    offset: int
+    memory: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor of a span; `key` and `offset` say where in the swap file its bytes are, None if it is in place."""
+    """One tensor of a span; `swapped` is None where it is host memory in place."""
 
     kind: str
     tensor: torch.Tensor
-    memory: memoryview = memoryview(b"")
-    key: str | None = None
-    offset: int = 0
+    swapped: _Swapped | None = None
 
 
 class _Carver:
@@ -110,12 +117,10 @@ class Tiers:
         for part in values._parts:
             if part.kind == "state" and not is_born:
                 part.tensor.zero_()
-            elif part.key is not None:
-                tag = TrafficTag(part.kind, CHECKPOINT_STEP)
+            elif part.swapped is not None:
+                at, tag = part.swapped, TrafficTag(part.kind, CHECKPOINT_STEP)
                 tickets.append(
-                    self._store.submit_read(
-                        part.key, part.memory, offset=part.offset, priority=Priority.DEMAND, tag=tag
-                    )
+                    self._store.submit_read(at.key, at.memory, offset=at.offset, priority=Priority.DEMAND, tag=tag)
                 )
         self._wait(tickets, StallCause.NVME_READ)
         return values
@@ -132,9 +137,9 @@ class Tiers:
         wanted = {"param": param, "state": state}
         tickets = []
         for part in values._parts:
-            if part.key is not None and wanted[part.kind]:
-                tag = TrafficTag(part.kind, CHECKPOINT_STEP)
-                tickets.append(self._store.submit_write(part.key, part.memory, offset=part.offset, tag=tag))
+            if part.swapped is not None and wanted[part.kind]:
+                at, tag = part.swapped, TrafficTag(part.kind, CHECKPOINT_STEP)
+                tickets.append(self._store.submit_write(at.key, at.memory, offset=at.offset, tag=tag))
         self._wait(tickets, StallCause.NVME_WRITE)
 
     def close(self) -> None:
@@ -179,8 +184,8 @@ class Tiers:
         copy, dtype = self._runtime.copies[span.group.index], span.group.shard_dtype
         if copy.pinned:
             return _Part("param", copy.tensor[span.start : span.stop])
-        memory = left.take(span.numel * dtype.itemsize)
-        return _Part("param", torch.frombuffer(memory, dtype=dtype), memory, span.group.key, span.start * dtype.itemsize)
+        offset = span.start * dtype.itemsize
+        return _in_buffer("param", span, dtype, left, span.group.key, offset)
 
     def _state(self, span: Span, record: Record, left: _Carver) -> dict[str, _Part]:
         first, last = span.start - record.chunk.start, span.stop - record.chunk.start
@@ -191,9 +196,8 @@ class Tiers:
             if in_place is not None:
                 parts[f.name] = _Part("state", in_place[number][first:last])
             else:
-                memory = left.take(span.numel * f.dtype.itemsize)
                 offset = field_offset + first * f.dtype.itemsize
-                parts[f.name] = _Part("state", torch.frombuffer(memory, dtype=f.dtype), memory, record.key, offset)
+                parts[f.name] = _in_buffer("state", span, f.dtype, left, record.key, offset)
             field_offset += record.chunk.numel * f.dtype.itemsize
         return parts
 
@@ -206,6 +210,11 @@ class Tiers:
 
     def _wait(self, tickets: list[Ticket], cause: StallCause) -> None:
         self._runtime.stalls.wait(Ticket.all_of(tickets, "checkpoint"), cause)
+
+
+def _in_buffer(kind: str, span: Span, dtype: torch.dtype, left: _Carver, key: str, offset: int) -> _Part:
+    memory = left.take(span.numel * dtype.itemsize)
+    return _Part(kind, torch.frombuffer(memory, dtype=dtype), _Swapped(key, offset, memory))
 
 
 def _cut(group: FlatGroup, start: int, stop: int, numel: int, record: Record | None) -> Iterator[Span]:
