@@ -29,12 +29,14 @@ class FioRun:
         read_bytes_per_s, write_bytes_per_s: 0 in a direction that did not run.
         cpu_s: of its jobs, in user space and in the kernel.
         moved_nbytes: in both directions.
+        written_nbytes: in one.
     """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     cpu_s: float
     moved_nbytes: int
+    written_nbytes: int
 
     @property
     def bytes_per_s(self) -> float:
@@ -193,6 +195,7 @@ def parse(text: str) -> FioRun:
             write_bytes_per_s=sum(float(job["write"]["bw_bytes"]) for job in jobs),
             cpu_s=sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs),
             moved_nbytes=sum(int(job[kind]["io_bytes"]) for job in jobs for kind in ("read", "write")),
+            written_nbytes=sum(int(job["write"]["io_bytes"]) for job in jobs),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InfinityError(f"fio's JSON output could not be read ({error}): {text[:200]!r}") from error

@@ -10,7 +10,7 @@ from typing import Any
 from infinity.bench.fio import Comparison
 from infinity.bench.profiles import Order, Workload
 from infinity.bench.recommend import config_block
-from infinity.bench.result import BenchResult
+from infinity.bench.result import BenchResult, MemoryReport
 from infinity.bench.statistics import Latencies, Spread
 from infinity.bench.tier import Series
 from storage.types import Op
@@ -35,7 +35,7 @@ def to_json(result: BenchResult) -> dict[str, Any]:
         "disk_util": [],
         "machine": result.machine,
         "drives": [asdict(drive) for drive in result.drives],
-        "memory": asdict(result.memory) if result.memory else None,
+        "memory": _memory(result.memory) if result.memory else None,
         "sustained": [asdict(one) for one in result.sustained],
         "config": config_block(result),
         "notes": result.notes,
@@ -47,11 +47,25 @@ def to_json(result: BenchResult) -> dict[str, Any]:
     return report
 
 
+def _memory(report: MemoryReport) -> dict[str, Any]:
+    rates = [
+        {
+            "name": rate.name,
+            "threads": rate.threads,
+            "unit": rate.unit,
+            "alone": _spread(rate.alone),
+            "beside_disk": _spread(rate.beside_disk) if rate.beside_disk else None,
+            "disk_bytes_per_s": rate.disk_bytes_per_s,
+        }
+        for rate in report.rates
+    ]
+    return {"rates": rates, "notes": list(report.notes)}
+
+
 def _job(series: Series, number: int) -> dict[str, Any]:
     """All repeats of a workload as one job."""
     workload = series.workload
     runtime_s = sum(run.elapsed_s for run in series.runs)
-    cpu_percent = 100 * sum(run.cpu_s for run in series.runs) / runtime_s
     return {
         "jobname": f"{workload.name} {series.engine.value}",
         "groupid": number,
@@ -63,9 +77,8 @@ def _job(series: Series, number: int) -> dict[str, Any]:
         "write": _direction(series, Op.WRITE, runtime_s),
         "trim": _nothing(),
         "job_runtime": round(runtime_s * 1000),
-        # One figure for the process: user space and kernel together.
-        "usr_cpu": 0.0,
-        "sys_cpu": cpu_percent,
+        "usr_cpu": 100 * sum(run.cpu.user_s for run in series.runs) / runtime_s,
+        "sys_cpu": 100 * sum(run.cpu.system_s for run in series.runs) / runtime_s,
         "ctx": 0,
         "majf": 0,
         "minf": 0,

@@ -6,15 +6,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from infinity.bench.engines import BenchEngine
+from infinity.bench.load import Load
 from infinity.bench.profiles import OFFLOAD
-from infinity.bench.statistics import Spread, spread
+from infinity.bench.result import MemoryRate, MemoryReport
+from infinity.bench.statistics import spread
 from infinity.bench.target import Target
 from infinity.bench.tier import Progress, ready
 from infinity.config import Precision
@@ -23,6 +24,7 @@ from infinity.optim.hyper import AdamWHyper, Piece
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
 from infinity.sizes import MIB
+from storage.types import Op
 
 _COPY_NBYTES = 256 * MIB  # larger than the caches of a processor
 _LINK_NBYTES = 256 * MIB
@@ -33,36 +35,17 @@ _DISK_LOAD = next(workload for workload in OFFLOAD.workloads if workload.read_pe
 Pass = Callable[[], int]  # does a piece of work, and returns how much: bytes or parameters
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRate:
-    """How fast something goes that is not a drive.
+def measure_memory(
+    target: Target | None, *, repeats: int, seconds: float, progress: Progress
+) -> tuple[MemoryReport, int]:
+    """Measure each rate `repeats` times for `seconds`, then as often beside reads and writes on `target`.
 
-    Attributes:
-        unit: "bytes/s" (bytes copied, each read once and written once) or "parameters/s".
-        alone, beside_disk: medians and spreads; the latter None where no drive was measured.
-        disk_bytes_per_s: what the drive did meanwhile, reads and writes together.
+    Returns:
+        The rates, and how many bytes were written to the drive.
     """
-
-    name: str
-    threads: int
-    unit: str
-    alone: Spread
-    beside_disk: Spread | None
-    disk_bytes_per_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """All rates, and what could not be measured."""
-
-    rates: tuple[MemoryRate, ...]
-    notes: tuple[str, ...]
-
-
-def measure_memory(target: Target | None, *, repeats: int, seconds: float, progress: Progress) -> MemoryReport:
-    """Measure each rate `repeats` times for `seconds`, then as often beside reads and writes on `target`."""
     threads = len(os.sched_getaffinity(0))
     rates = []
+    written_nbytes = 0
     with ExitStack() as closing:
         for name, count, unit, work in _works(threads, closing):
             progress(name)
@@ -70,13 +53,14 @@ def measure_memory(target: Target | None, *, repeats: int, seconds: float, progr
             alone = spread([_rate(work, seconds) for _ in range(repeats)])
             beside, disk_rate = None, None
             if target is not None:
-                with busy(target) as moved_nbytes:
-                    before, started_s = moved_nbytes(), time.perf_counter()
+                with busy(target) as load:
+                    before_nbytes, started_s = load.total_nbytes, time.perf_counter()
                     beside = spread([_rate(work, seconds) for _ in range(repeats)])
-                    disk_rate = (moved_nbytes() - before) / (time.perf_counter() - started_s)
+                    disk_rate = (load.total_nbytes - before_nbytes) / (time.perf_counter() - started_s)
+                written_nbytes += load.moved_nbytes(Op.WRITE)
             rates.append(MemoryRate(name, count, unit, alone, beside, disk_rate))
     notes = () if torch.cuda.is_available() else (f"host to device: not measured, {describe_missing_cuda()}",)
-    return MemoryReport(tuple(rates), notes)
+    return MemoryReport(tuple(rates), notes), written_nbytes
 
 
 def _rate(work: Pass, seconds: float) -> float:
@@ -88,19 +72,17 @@ def _rate(work: Pass, seconds: float) -> float:
 
 
 @contextmanager
-def busy(target: Target) -> Iterator[Callable[[], int]]:
-    """Keep a drive busy with half reads, half writes; gives what has been moved until now."""
+def busy(target: Target) -> Iterator[Load]:
+    """Keep a drive busy with half reads, half writes."""
     engine = BenchEngine.DIRECT if target.direct_problem is None else BenchEngine.BUFFERED
     with ready(_DISK_LOAD, engine, [target]) as runner:
-        loads = runner.loads(seconds=float("inf"))
-        for load in loads:
-            load.start()
+        (load,) = runner.loads(seconds=float("inf"))
+        load.start()
         try:
-            yield lambda: sum(load.total_nbytes for load in loads)
+            yield load
         finally:
-            for load in loads:
-                load.stop()
-            runner.wait(loads, seconds=0.0)
+            load.stop()
+            runner.wait([load], seconds=0.0)
 
 
 def _works(threads: int, closing: ExitStack) -> Iterator[tuple[str, int, str, Pass]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from infinity.bench.fio import Comparison
-from infinity.bench.memory import MemoryReport
+from infinity.bench.statistics import Spread
 from infinity.bench.sustained import Sustained
 from infinity.bench.tier import Series
 
@@ -25,6 +25,32 @@ class Drive:
     file_nbytes: int
     device: dict[str, Any]
     direct_problem: str | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRate:
+    """How fast something goes that is not a drive.
+
+    Attributes:
+        unit: "bytes/s" (bytes copied, each read once and written once) or "parameters/s".
+        alone, beside_disk: medians and spreads; the latter None where no drive was measured.
+        disk_bytes_per_s: what the drive did meanwhile, reads and writes together.
+    """
+
+    name: str
+    threads: int
+    unit: str
+    alone: Spread
+    beside_disk: Spread | None
+    disk_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All rates, and what could not be measured."""
+
+    rates: tuple[MemoryRate, ...]
     notes: tuple[str, ...]
 
 

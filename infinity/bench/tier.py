@@ -27,10 +27,25 @@ _FILL = Workload("fill", 0, 4 * MIB, 4 * MIB, depth=4, transfers=4)
 _SEED = 7
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process until now, in user space and in the kernel, of all threads."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+@dataclass(frozen=True, slots=True)
+class CpuTime:
+    """CPU seconds of all threads, in user space and in the kernel."""
+
+    user_s: float
+    system_s: float
+
+    @classmethod
+    def now(cls) -> CpuTime:
+        """Of this process until now."""
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(usage.ru_utime, usage.ru_stime)
+
+    def __sub__(self, before: CpuTime) -> CpuTime:
+        return CpuTime(self.user_s - before.user_s, self.system_s - before.system_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.user_s + self.system_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +54,12 @@ class Measurement:
 
     Attributes:
         elapsed_s: from the first submission until everything has landed (through the page cache: until it is on disk).
-        cpu_s: CPU time of the whole process meanwhile.
+        cpu: of the whole process meanwhile.
         moved_nbytes, latencies_ns: by direction.
     """
 
     elapsed_s: float
-    cpu_s: float
+    cpu: CpuTime
     moved_nbytes: dict[Op, int]
     latencies_ns: dict[Op, npt.NDArray[np.int64]]
 
@@ -63,7 +78,7 @@ class Measurement:
     @property
     def cpu_s_per_gb(self) -> float:
         """CPU seconds for a thousand million bytes."""
-        return self.cpu_s / (self.nbytes / 1e9)
+        return self.cpu.total_s / (self.nbytes / 1e9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +148,7 @@ class Runner:
                 target.drop_cache()
         once = min(len(schedule.ops) for schedule in self._schedules) if is_cached and workload.has_reads else None
         loads = self.loads(seconds, once)
-        cpu_s, started_s = cpu_seconds(), time.perf_counter()
+        cpu, started_s = CpuTime.now(), time.perf_counter()
         for load in loads:
             load.start()
         self.wait(loads, seconds)
@@ -142,7 +157,7 @@ class Runner:
             for target in self.targets:
                 target.sync()
             ended_s = time.perf_counter()
-        return self._measured(loads, ended_s - started_s, cpu_seconds() - cpu_s)
+        return self._measured(loads, ended_s - started_s, CpuTime.now() - cpu)
 
     def wait(self, loads: Sequence[Load], seconds: float) -> None:
         """Until what was submitted has landed; failures are raised.
@@ -163,10 +178,10 @@ class Runner:
                 load.stop()
         ended.result()
 
-    def _measured(self, loads: Sequence[Load], elapsed_s: float, cpu_s: float) -> Measurement:
+    def _measured(self, loads: Sequence[Load], elapsed_s: float, cpu: CpuTime) -> Measurement:
         return Measurement(
             elapsed_s,
-            cpu_s,
+            cpu,
             {op: sum(load.moved_nbytes(op) for load in loads) for op in Op},
             {op: np.concatenate([load.latencies_ns(op) for load in loads]) for op in Op},
         )

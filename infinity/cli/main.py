@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from infinity.cli.bench import app as bench
 from infinity.cli.failures import reported
 from infinity.models.presets import DEFAULT_PRESET, describe_presets
 
@@ -22,6 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,164 @@
+"""One `infinity bench tier`: the drives alone and together, fio, memory, sustained writing."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.bench.engines import BenchEngine
+from infinity.bench.fio import DEFAULT_FIO_ENGINE, compare, find_fio, fio_version
+from infinity.bench.machine import describe_drive, describe_machine
+from infinity.bench.profiles import Profile
+from infinity.bench.result import BenchResult, Drive
+from infinity.bench.sustained import Point, write_sustained
+from infinity.bench.target import Target, open_target
+from infinity.bench.tier import Progress, Series, fill, run_profile
+from infinity.errors import ConfigError
+from storage.types import Op
+
+_MEMORY_SECONDS = 0.2
+_MEMORY_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What to measure.
+
+    Attributes:
+        paths: directories, one per drive.
+        file_nbytes: size of the test file; None: 1 GiB, less where little is free.
+        comparison: workloads to run beside fio; None: do not.
+        sustained_nbytes: bytes of a sustained write; None: none.
+        measures_memory: host memory, link and kernels too.
+    """
+
+    paths: tuple[Path, ...]
+    profiles: tuple[Profile, ...]
+    engines: tuple[BenchEngine, ...]
+    repeats: int
+    seconds: float
+    file_nbytes: int | None = None
+    comparison: Profile | None = None
+    comparison_repeats: int = 5
+    fio_engine: str = DEFAULT_FIO_ENGINE
+    sustained_nbytes: int | None = None
+    measures_memory: bool = True
+
+
+def run_tier(options: TierOptions, progress: Progress) -> BenchResult:
+    """Measure; test files are removed at the end, also after an error or Ctrl-C.
+
+    Raises:
+        ConfigError: a directory or an option cannot work.
+        InfinityError, StorageError: a measurement failed.
+    """
+    if options.comparison is not None:
+        find_fio()
+    if len({path.resolve() for path in options.paths}) < len(options.paths):
+        raise ConfigError("a directory is given twice; give one directory per drive")
+    started_s = time.perf_counter()
+    result = BenchResult(describe_machine())
+    with ExitStack() as closing:
+        targets = []
+        for path in options.paths:
+            target = closing.enter_context(open_target(path, options.file_nbytes))
+            targets.append(target)
+            result.drives.append(_drive(target))
+            if options.profiles or options.comparison or options.measures_memory:
+                progress(f"writing the test file in {path}")
+                result.written_nbytes += fill(target)
+        _measure_profiles(options, targets, result, progress)
+        _compare(options, targets, result, progress)
+        _measure_memory(options, targets, result, progress)
+    _sustain(options, result, progress)
+    result.elapsed_s = time.perf_counter() - started_s
+    result.written_nbytes += sum(run.moved_nbytes[Op.WRITE] for series in result.series for run in series.runs)
+    return result
+
+
+def _drive(target: Target) -> Drive:
+    return Drive(
+        str(target.directory),
+        target.file_system,
+        target.nbytes,
+        describe_drive(target.directory),
+        target.direct_problem,
+        target.notes,
+    )
+
+
+def _measure_profiles(options: TierOptions, targets: list[Target], result: BenchResult, progress: Progress) -> None:
+    groups = [[target] for target in targets]
+    if len(targets) > 1:
+        groups.append(targets)
+    for engine in options.engines:
+        for group in groups:
+            used = _usable(engine, group)
+            if used is None:
+                result.notes.append(
+                    f"engine direct was not measured on {' + '.join(str(t.directory) for t in group)}: "
+                    "no direct I/O there; buffered was, instead"
+                )
+                used = BenchEngine.BUFFERED
+                if BenchEngine.BUFFERED in options.engines:
+                    continue
+            for profile in options.profiles:
+                result.series += run_profile(
+                    profile, used, group, repeats=options.repeats, seconds=options.seconds, progress=progress
+                )
+    if any(series.engine.is_cached for series in result.series):
+        result.notes.append(
+            "buffered and aiofiles go through the page cache: reads pass over the file once, writes end with fdatasync"
+        )
+
+
+def _usable(engine: BenchEngine, targets: list[Target]) -> BenchEngine | None:
+    has_direct = all(target.direct_problem is None for target in targets)
+    return engine if has_direct or engine is not BenchEngine.DIRECT else None
+
+
+def _compare(options: TierOptions, targets: list[Target], result: BenchResult, progress: Progress) -> None:
+    if options.comparison is None:
+        return
+    result.fio_version, result.fio_engine = fio_version(), options.fio_engine
+    for target in targets:
+        rows = compare(
+            options.comparison,
+            target,
+            repeats=options.comparison_repeats,
+            seconds=options.seconds,
+            fio_engine=options.fio_engine,
+            progress=progress,
+        )
+        directory = str(target.directory)
+        result.comparisons[directory] = rows
+        result.series += [Series(row.workload, BenchEngine.DIRECT, (directory,), row.ours) for row in rows]
+        result.written_nbytes += sum(run.written_nbytes for row in rows for run in row.fio)
+
+
+def _measure_memory(options: TierOptions, targets: list[Target], result: BenchResult, progress: Progress) -> None:
+    if not options.measures_memory:
+        return
+    from infinity.bench.memory import measure_memory  # imports torch, which takes seconds
+
+    report, written_nbytes = measure_memory(
+        targets[0] if targets else None, repeats=_MEMORY_REPEATS, seconds=_MEMORY_SECONDS, progress=progress
+    )
+    result.memory = report
+    result.written_nbytes += written_nbytes
+
+
+def _sustain(options: TierOptions, result: BenchResult, progress: Progress) -> None:
+    if options.sustained_nbytes is None:
+        return
+    total_nbytes = options.sustained_nbytes
+    for path in options.paths:
+
+        def watch(point: Point, path: Path = path) -> None:
+            share = point.written_nbytes / total_nbytes
+            progress(f"sustained write in {path}: {share:.0%}, {point.bytes_per_s / 1e6:,.0f} MB/s")
+
+        result.sustained.append(write_sustained(path, total_nbytes, watch=watch))
+        result.written_nbytes += result.sustained[-1].written_nbytes

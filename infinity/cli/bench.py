@@ -1,0 +1,117 @@
+"""`infinity bench`: what drives, memory and links really give. Imports only what parsing needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from infinity.cli.failures import reported
+
+app = typer.Typer(
+    help="Measure drives, memory, links and optimizer kernels.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_WHAT, _HOW, _OUTPUT = "What to measure", "How", "Output"
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `tier` a name of its own while it is the only command."""
+
+
+@app.command()
+def tier(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="A directory on each drive. Default: where swap files would go.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='"offload", "SEQ1M Q8T1", "SEQ8M Q16", "RND4K Q32", "RND4K Q1" or "sweep"; may be given several '
+            "times. Default: offload, SEQ1M Q8T1, RND4K Q32 and sweep.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    engines: Annotated[
+        str, typer.Option(help="Of direct, buffered, aiofiles; with commas between.", rich_help_panel=_WHAT)
+    ] = "direct",
+    compare_fio: Annotated[
+        bool,
+        typer.Option(
+            "--compare-fio",
+            help="Take turns with fio: reads, writes, half and half. Profiles run only when asked for, then.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
+    sustained: Annotated[
+        str | None,
+        typer.Option(
+            help='Write so many bytes, such as "100GiB", to see where the drive becomes slower. It wears the drive.',
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--memory/--no-memory",
+            help="Host memory, link and kernels too. Default: yes, unless --profile or --compare-fio is given.",
+            show_default=False,
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="Test file of each drive. Default: 1GiB, less where little is free.", rich_help_panel=_HOW),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs of each workload. Default: 3; 7 beside fio.", rich_help_panel=_HOW),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.05, help="Length of a run.", rich_help_panel=_HOW)] = 1.0,
+    block: Annotated[str, typer.Option(help="Block size of --compare-fio.", rich_help_panel=_HOW)] = "1MiB",
+    depth: Annotated[int, typer.Option(min=1, help="Queue depth of --compare-fio.", rich_help_panel=_HOW)] = 8,
+    fio_engine: Annotated[str, typer.Option(help="fio's --ioengine.", rich_help_panel=_HOW)] = "libaio",
+    json: Annotated[
+        Path | None, typer.Option(help="Write the result to this file, in fio's shape.", rich_help_panel=_OUTPUT)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with plots to this file.", rich_help_panel=_OUTPUT)
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)] = False,
+) -> None:
+    """Measure drives through the same code that training uses, and memory, links and optimizer kernels.
+
+    \b
+    infinity bench tier                                  the default directory, less than a minute
+    infinity bench tier /mnt/nvme0 /mnt/nvme1            each alone, and both together
+    infinity bench tier /mnt/nvme0 --compare-fio --json result.json
+    infinity bench tier /mnt/nvme0 --engines direct,buffered,aiofiles --profile seq1m
+    infinity bench tier /mnt/nvme0 --sustained 200GiB --html drive.html
+    """
+    with reported(debug=debug):
+        from infinity.cli.bench_tier import TierArguments, run
+
+        run(
+            TierArguments(
+                paths=tuple(paths or ()),
+                profiles=tuple(profile or ()),
+                engines=engines,
+                compare_fio=compare_fio,
+                sustained=sustained,
+                memory=memory,
+                size=size,
+                repeats=repeats,
+                seconds=seconds,
+                block=block,
+                depth=depth,
+                fio_engine=fio_engine,
+                json=json,
+                html=html,
+            )
+        )

@@ -1,0 +1,123 @@
+"""`infinity bench tier`: from the command line to the result."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.bench.engines import parse_engines
+from infinity.bench.fio_json import to_json
+from infinity.bench.html import to_html
+from infinity.bench.profiles import DEFAULT_PROFILES, comparison, find_profiles
+from infinity.bench.run import TierOptions, run_tier
+from infinity.bench.sustained import plan_nbytes
+from infinity.bench.tables import show
+from infinity.cli.console import make_console
+from infinity.errors import ConfigError
+from infinity.sizes import format_nbytes, parse_nbytes
+from infinity.swap_directories import default_directory
+
+_PAGE_NBYTES = 4096
+_REPEATS, _COMPARISON_REPEATS = 3, 7
+
+
+@dataclass(frozen=True, slots=True)
+class TierArguments:
+    """The options as typed."""
+
+    paths: tuple[Path, ...]
+    profiles: tuple[str, ...]
+    engines: str
+    compare_fio: bool
+    sustained: str | None
+    memory: bool | None
+    size: str | None
+    repeats: int | None
+    seconds: float
+    block: str
+    depth: int
+    fio_engine: str
+    json: Path | None
+    html: Path | None
+
+
+def run(arguments: TierArguments) -> None:
+    """Measure, show, and write what was asked for.
+
+    Raises:
+        ConfigError: an option cannot work; nothing was measured.
+        InfinityError, StorageError: a measurement failed; the test files are gone.
+    """
+    for name, path in (("--json", arguments.json), ("--html", arguments.html)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{name} {path}: the folder {path.absolute().parent} does not exist")
+    options = resolve(arguments)
+    console = make_console()
+    if options.sustained_nbytes is not None:
+        for path in options.paths:
+            file_nbytes = plan_nbytes(path, options.sustained_nbytes)
+            console.print(
+                f"--sustained will write {format_nbytes(options.sustained_nbytes)} "
+                f"({options.sustained_nbytes:,} bytes) to {path}, in a file of {format_nbytes(file_nbytes)}; Ctrl-C stops it",
+                markup=False,
+            )
+    with console.status("starting") as status:
+        result = run_tier(options, lambda text: status.update(text.replace("[", r"\[")))
+    console.print(show(result))
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps(to_json(result), indent=2) + "\n", "--json")
+    if arguments.html is not None:
+        _write(arguments.html, to_html(result), "--html")
+
+
+def resolve(arguments: TierArguments) -> TierOptions:
+    """What to measure.
+
+    Raises:
+        ConfigError: an option cannot be read.
+    """
+    is_special = arguments.compare_fio or arguments.sustained is not None
+    profiles = find_profiles(arguments.profiles)
+    if not profiles and not is_special:
+        profiles = DEFAULT_PROFILES
+    measures_memory = arguments.memory if arguments.memory is not None else not arguments.profiles and not is_special
+    return TierOptions(
+        paths=arguments.paths or (default_directory(),),
+        profiles=profiles,
+        engines=parse_engines(arguments.engines),
+        repeats=arguments.repeats or _REPEATS,
+        seconds=arguments.seconds,
+        file_nbytes=_nbytes("--size", arguments.size),
+        comparison=comparison(_block(arguments.block), arguments.depth) if arguments.compare_fio else None,
+        comparison_repeats=arguments.repeats or _COMPARISON_REPEATS,
+        fio_engine=arguments.fio_engine,
+        sustained_nbytes=_nbytes("--sustained", arguments.sustained),
+        measures_memory=measures_memory,
+    )
+
+
+def _nbytes(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        nbytes = parse_nbytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} {text!r}: {error}") from error
+    if nbytes <= 0:
+        raise ConfigError(f"{name} {text!r}: must be more than nothing")
+    return nbytes
+
+
+def _block(text: str) -> int:
+    nbytes = _nbytes("--block", text) or 0
+    if nbytes % _PAGE_NBYTES:
+        raise ConfigError(f"--block {text!r}: allowed: multiples of {_PAGE_NBYTES} bytes")
+    return nbytes
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from error
