@@ -88,7 +88,8 @@ class FaultyBackend:
         self._clock = clock or SystemClock()
         self._injections: list[Injection] = []
         self._stuck: list[IoRequest] = []
-        self._late: dict[IoRequest, threading.Thread] = {}
+        self._late: list[IoRequest] = []
+        self._late_threads: list[threading.Thread] = []
         self._is_closed = False
         self._lock = threading.Lock()
 
@@ -173,10 +174,11 @@ class FaultyBackend:
         with self._lock:
             self._is_closed = True
             stuck, self._stuck = self._stuck, []
-            late, self._late = self._late, {}
+            late, self._late = self._late, []
+            threads, self._late_threads = self._late_threads, []
         for request in [*stuck, *late]:
             request.ticket.set_exception(ClosedError("the I/O backend was closed while the device was stuck"))
-        for thread in late.values():
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_TIMEOUT_S)
         self._inner.close()
@@ -193,15 +195,17 @@ class FaultyBackend:
         thread = threading.Thread(
             target=self._serve_late, args=(request, due_s), name="infinity-faulty-late", daemon=True
         )
-        self._late[request] = thread
+        self._late.append(request)
+        self._late_threads = [*filter(threading.Thread.is_alive, self._late_threads), thread]
         thread.start()
 
     def _serve_late(self, request: IoRequest, due_s: float) -> None:
         while (left_s := due_s - self._clock.now_s()) > 0 and not self._is_closed:
             self._clock.sleep(min(left_s, _LONGEST_SLEEP_S))
         with self._lock:
-            if self._late.pop(request, None) is None:
-                return  # closed meanwhile
+            if self._is_closed:
+                return
+            self._late.remove(request)
         self._pass_on(request)
 
     def _submit_half(self, request: IoRequest, fault: Fault) -> None:
