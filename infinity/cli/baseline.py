@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -66,8 +67,11 @@ def run_baseline(training: Training) -> PlainRun:
     with tempfile.TemporaryDirectory(prefix="infinity-baseline-") as folder:
         spec, result = Path(folder, "spec.json"), Path(folder, "result.json")
         spec.write_text(json.dumps({"training": asdict(training), "threads": torch.get_num_threads()}))
-        command = [sys.executable, "-m", "infinity.cli.plain_run", str(spec), str(result)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        # -P: modules in the folder the user works in must not shadow the library's.
+        command = [sys.executable, "-P", "-m", "infinity.cli.plain_run", str(spec), str(result)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment()
+        )
         try:
             _, said = process.communicate()
         except BaseException:
@@ -79,6 +83,13 @@ def run_baseline(training: Training) -> PlainRun:
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
             raise BaselineError(f"the plain PyTorch run ended with {how}:\n{end}")
         return PlainRun(**json.loads(result.read_text()))
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which the same packages are found, installed or not."""
+    root = str(Path(__file__).resolve().parents[2])
+    before = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": root if before is None else f"{root}{os.pathsep}{before}"}
 
 
 def compare(

@@ -1,0 +1,67 @@
+"""`infinity clean`: folders of dead owners go, everything else stays."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.command import call, start
+
+_ABANDON = """
+import os, sys
+from pathlib import Path
+from storage.swapfile import RunFolder
+RunFolder(Path(sys.argv[1]), "infinity")
+os._exit(9)
+"""
+
+
+def _abandon(folder: Path) -> Path:
+    """A run folder whose owner died without closing it."""
+    before = set(folder.iterdir())
+    done = subprocess.run([sys.executable, "-c", _ABANDON, str(folder)], timeout=30, check=False, cwd=_root())
+    assert done.returncode == 9
+    (made,) = set(folder.iterdir()) - before
+    return made
+
+
+def _root() -> Path:
+    return Path(__file__).parents[2]
+
+
+def test_removes_the_dead_and_leaves_the_living(tmp_path: Path) -> None:
+    dead = _abandon(tmp_path)
+    (tmp_path / "notes").mkdir()
+    unknown = tmp_path / "infinity-unknown"
+    unknown.mkdir()
+    process = start("train", "--preset", "tiny", "--steps", "100000", "--nvme", tmp_path)
+    try:
+        assert process.stdout is not None
+        assert any(line.startswith("step 0") for line in process.stdout)
+        code, output, _ = call("clean", tmp_path, "--json", tmp_path / "report.json")
+        left = set(tmp_path.iterdir()) - {tmp_path / "report.json", tmp_path / "notes", unknown}
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert code == 0
+    assert "removed: its owner is dead" in output
+    assert not dead.exists()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [folder["path"] for folder in report["removed"]] == [str(dead)]
+    assert {folder["path"] for folder in report["left"]} == {str(unknown), *map(str, left)}
+    assert len(left) == 1
+    assert (tmp_path / "notes").exists()
+
+
+def test_nothing_to_do(tmp_path: Path) -> None:
+    code, output, _ = call("clean", tmp_path)
+    assert code == 0
+    assert "no swap folders" in output
+
+
+def test_a_missing_folder_is_bad_usage(tmp_path: Path) -> None:
+    code, _, error = call("clean", tmp_path / "missing")
+    assert code == 2
+    assert "does not exist" in error

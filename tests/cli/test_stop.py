@@ -1,0 +1,63 @@
+"""Stopping a run in the middle: a clean message, the right exit code, nothing left on disk."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import TIMEOUT_S, start
+
+MANY = ("--steps", "100000")
+
+
+def _start_and_wait(folder: Path, beginning: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
+    """A run that has printed a line with this beginning."""
+    process = start("train", "--preset", "tiny", "--nvme", folder, *MANY, *arguments)
+    seen = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        seen += line
+        if line.startswith(beginning):
+            return process, seen
+    process.kill()
+    _, error = process.communicate()
+    raise AssertionError(f"the run ended before {beginning!r}:\n{seen}\n{error}")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "arguments"),
+    [
+        pytest.param(signal.SIGINT, 130, (), id="ctrl-c"),
+        pytest.param(signal.SIGINT, 130, ("--clip", "1", "--accumulate", "2"), id="ctrl-c, synchronous"),
+        pytest.param(signal.SIGTERM, 143, (), id="terminated"),
+    ],
+)
+def test_stops_clean_in_the_middle_of_a_step(
+    tmp_path: Path, number: signal.Signals, code: int, arguments: tuple[str, ...]
+) -> None:
+    process, _ = _start_and_wait(tmp_path, "step 2", *arguments)
+    assert list(tmp_path.iterdir()) != []
+    process.send_signal(number)
+    try:
+        _, error = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == code, error
+    assert "stopped" in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_ctrl_c_does_not_break_the_stop(tmp_path: Path) -> None:
+    process, _ = _start_and_wait(tmp_path, "step 1")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, error = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 130, error
+    assert list(tmp_path.iterdir()) == []

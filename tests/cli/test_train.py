@@ -1,0 +1,175 @@
+"""`infinity train` on real text, through real swap files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli.settings import TrainOptions, resolve
+from infinity.cli.sizing import minima_of
+from tests.cli.command import call, run, train_report
+
+KEYS = {
+    "config", "model", "first_step", "losses", "grad_norms", "step_seconds", "tokens_per_second", "peak_rss_bytes",
+    "memory", "budgets", "peaks", "traffic", "expected_traffic", "stalls", "readahead", "io_engine", "prediction",
+    "baseline",
+}  # fmt: skip
+MEMORY_TERMS = {"interpreter_bytes", "activation_bytes", "device_budget_bytes", "host_budget_bytes"}
+STEPS = ("--steps", "3")
+
+
+@pytest.fixture(scope="module")
+def user_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One run of the real command with every output; its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("run")
+    swap = folder / "swap"
+    swap.mkdir()
+    files = ("--json", folder / "run.json", "--metrics", folder / "metrics.jsonl", "--trace", folder / "trace.json")
+    code, output, error = run("train", "--preset", "tiny", "--precision", "fp32", "--nvme", swap, *files)
+    assert code == 0, error
+    assert error == ""
+    assert list(swap.iterdir()) == []
+    return folder, output
+
+
+def _report(user_run: tuple[Path, str]) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((user_run[0] / "run.json").read_text())
+    return report
+
+
+def test_shows_the_plan_every_step_and_a_summary(user_run: tuple[Path, str]) -> None:
+    output = user_run[1]
+    assert "is the smallest that works" in output
+    assert "NVMe bytes per step, as computed" in output
+    assert [line.split()[1] for line in output.splitlines() if line.startswith("step ")][-8:] == list("01234567")
+    assert "schedule: overlapped (auto" in output
+    assert "exactly as computed, in every step" in output
+
+
+def test_report_has_every_promised_key(user_run: tuple[Path, str]) -> None:
+    report = _report(user_run)
+    assert report.keys() >= KEYS
+    assert report["first_step"] == 0
+    assert len(report["losses"]) == len(report["step_seconds"]) == len(report["traffic"]["per_step"]) == 8
+    assert report["losses"][-1] < report["losses"][0] - 0.5
+    assert report["model"]["state_bytes"] == 12 * report["model"]["parameters"]
+    assert report["prediction"] == {"step_seconds": None}
+    assert report["baseline"] is None
+
+
+def test_state_is_larger_than_the_budgets_and_they_are_kept(user_run: tuple[Path, str]) -> None:
+    report = _report(user_run)
+    budgets, peaks = report["budgets"], report["peaks"]
+    assert budgets["device"] + budgets["host"] < report["model"]["state_bytes"]
+    assert all(0 < peaks[tier] <= budgets[tier] for tier in ("device", "host", "nvme"))
+
+
+def test_counted_traffic_is_the_computed_one(user_run: tuple[Path, str]) -> None:
+    report = _report(user_run)
+    for counted, expected in zip(report["traffic"]["per_step"], report["expected_traffic"], strict=True):
+        assert {name: counted[name] for name in expected} == expected
+        assert counted["h2d_bytes"] > 0 and counted["d2h_bytes"] > 0
+        assert counted["nvme_read_bytes/grad"] == counted["nvme_write_bytes/grad"] == 0
+    assert report["traffic"]["initialisation"]["nvme_write_bytes"] > 0
+
+
+def test_memory_is_a_sum_of_terms(user_run: tuple[Path, str]) -> None:
+    report = _report(user_run)
+    memory = report["memory"]
+    assert sum(memory[term] for term in MEMORY_TERMS) == memory["bound_bytes"]
+    assert memory["peak_rss_bytes"] == report["peak_rss_bytes"]
+    assert memory["interpreter_bytes"] < memory["peak_rss_bytes"] <= memory["bound_bytes"]
+
+
+def test_metrics_file_has_a_line_per_step(user_run: tuple[Path, str]) -> None:
+    lines = [json.loads(line) for line in (user_run[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8))
+    assert [line["loss"] for line in lines] == _report(user_run)["losses"]
+    assert lines[-1]["counters"]["nvme/read_bytes"] > lines[0]["counters"]["nvme/read_bytes"]
+
+
+def test_trace_opens_in_a_browser(user_run: tuple[Path, str]) -> None:
+    events = json.loads((user_run[0] / "trace.json").read_text())["traceEvents"]
+    assert any(event["ph"] == "X" and event["cat"] == "optimizer" for event in events)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param([], id="plain"),
+        pytest.param(["--accumulate", "4"], id="accumulate"),
+        pytest.param(["--clip", "0.5"], id="clip"),
+        pytest.param(["--device", "fake"], id="fake device"),
+        pytest.param(["--nvme", "a", "--nvme", "b", "--recompute"], id="two drives, recomputation"),
+        pytest.param(["budgets"], id="smallest budgets"),
+    ],
+)
+def test_same_bits_as_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments == ["budgets"]:
+        least = minima_of(*_tiny())
+        arguments = ["--device-budget", str(least.device_nbytes), "--host-budget", str(least.host_nbytes)]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    report = train_report(tmp_path, "--precision", "fp32", *STEPS, "--baseline", *arguments)
+    baseline = report["baseline"]
+    assert baseline["losses"] == report["losses"]
+    assert baseline["losses_equal"] is True
+    assert baseline["parameters_equal"] is True, baseline["different_parameters"]
+    assert baseline["grad_norms"] == report["grad_norms"]
+    assert len(baseline["step_seconds"]) == 3
+    assert baseline["peak_rss_bytes"] > 0
+    assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
+
+
+def _tiny() -> tuple[Any, Any]:
+    settings = resolve(TrainOptions(preset="tiny", precision="fp32"))
+    return settings.training.shape, settings.config
+
+
+def test_bf16_is_not_compared_bitwise_and_says_why(tmp_path: Path) -> None:
+    report = train_report(tmp_path, "--precision", "bf16", *STEPS, "--baseline")
+    baseline = report["baseline"]
+    assert baseline["parameters_equal"] is None
+    assert "bf16" in baseline["parameters_reason"]
+    assert baseline["losses"][-1] == pytest.approx(report["losses"][-1], abs=0.05)
+
+
+def test_seed_and_data_decide_the_losses(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("abcdefgh" * 100)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one = train_report(tmp_path / "one", *STEPS, "--data", text, "--seed", "1")
+    two = train_report(tmp_path / "two", *STEPS, "--data", text, "--seed", "2")
+    assert one["losses"] != two["losses"]
+    assert str(text) in one["config"]["text"]
+
+
+def test_own_sizes_get_budgets_far_below_the_state(tmp_path: Path) -> None:
+    sizes = ("--layers", "12", "--hidden", "64", "--seq", "32", "--batch", "2")
+    report = train_report(tmp_path, *sizes, *STEPS)
+    assert report["config"]["training"]["shape"] == {"layers": 12, "hidden": 64, "heads": 4, "seq": 32}
+    assert report["budgets"]["device"] + report["budgets"]["host"] < report["model"]["state_bytes"]
+
+
+def test_bad_text_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("too short")
+    code, output, error = call("train", "--preset", "tiny", "--data", tmp_path / "short")
+    assert code == 2
+    assert "too short for one sample" in error
+    assert output == ""
+
+
+def test_a_folder_that_cannot_hold_swap_files_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code, _, error = call("train", "--preset", "tiny", "--nvme", file)
+    assert code == 1
+    assert str(file) in error
