@@ -114,7 +114,7 @@ SWEEP = Profile(
         for block in (MIB, 4 * MIB)
         for depth in (2, 4, 8, 16)
     ),
-    repeats=2,
+    repeats=3,
     seconds=0.3,
 )
 

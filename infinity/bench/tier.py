@@ -25,6 +25,7 @@ from storage.types import Op, Ticket
 _LANDING_TIMEOUT_S = 120.0
 _FILL = Workload("fill", 0, 4 * MIB, 4 * MIB, depth=4, transfers=4)
 _SEED = 7
+_MOST_WRITE_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +135,10 @@ class Runner:
             for backend, target, schedule, memories in parts
         ]
 
-    def run(self, seconds: float) -> Measurement:
-        """Load every drive for `seconds`.
+    def run(self, seconds: float, most_passes: int | None = None) -> Measurement:
+        """Load every drive for `seconds`, or for so many passes over the file, if they end before.
 
-        Through the page cache a run with reads ends after one pass over the file: a second one would measure memory.
+        Through the page cache a run with reads ends after one pass: a second one would measure memory.
 
         Raises:
             StorageError: a transfer failed, or did not end.
@@ -146,8 +147,10 @@ class Runner:
         if is_cached:
             for target in self.targets:
                 target.drop_cache()
-        once = min(len(schedule.ops) for schedule in self._schedules) if is_cached and workload.has_reads else None
-        loads = self.loads(seconds, once)
+        if is_cached and workload.has_reads:
+            most_passes = 1
+        length = min(len(schedule.ops) for schedule in self._schedules)
+        loads = self.loads(seconds, None if most_passes is None else most_passes * length)
         cpu, started_s = CpuTime.now(), time.perf_counter()
         for load in loads:
             load.start()
@@ -245,6 +248,8 @@ def run_profile(
     for workload in profile.workloads:
         progress(f"{workload.name}, {engine.value}, {' + '.join(directories)}")
         with ready(workload, engine, targets) as runner:
-            runs = [runner.run(profile.seconds or seconds) for _ in range(profile.repeats or repeats)]
+            # Writing wears a drive: a fast one is known after few passes.
+            passes = _MOST_WRITE_PASSES if workload.has_writes else None
+            runs = [runner.run(profile.seconds or seconds, passes) for _ in range(profile.repeats or repeats)]
         series.append(Series(workload, engine, directories, tuple(runs)))
     return series

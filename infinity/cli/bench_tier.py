@@ -59,7 +59,8 @@ def run(arguments: TierArguments) -> None:
             file_nbytes = plan_nbytes(path, options.sustained_nbytes)
             console.print(
                 f"--sustained will write {format_nbytes(options.sustained_nbytes)} "
-                f"({options.sustained_nbytes:,} bytes) to {path}, in a file of {format_nbytes(file_nbytes)}; Ctrl-C stops it",
+                f"({options.sustained_nbytes:,} bytes) to {path}, in a file of {format_nbytes(file_nbytes)}; "
+                "Ctrl-C stops it",
                 markup=False,
             )
     with console.status("starting") as status:
