@@ -11,7 +11,7 @@ from infinity.bench.fio import Comparison
 from infinity.bench.profiles import Order, Workload
 from infinity.bench.recommend import config_block
 from infinity.bench.result import BenchResult, MemoryReport
-from infinity.bench.statistics import Latencies, Spread
+from infinity.bench.statistics import Latencies, Spread, shares
 from infinity.bench.tier import Series
 from storage.types import Op
 
@@ -24,15 +24,8 @@ def to_json(result: BenchResult) -> dict[str, Any]:
     Times are in the units of fio: `runtime` in milliseconds, latencies in nanoseconds, `bw` in KiB/s, `bw_bytes` in
     bytes/s.
     """
-    now_s = time.time()
     report: dict[str, Any] = {
-        "fio version": f"infinity-{result.machine['infinity']}",
-        "timestamp": int(now_s),
-        "timestamp_ms": int(now_s * 1000),
-        "time": time.ctime(now_s),
-        "global options": {},
-        "jobs": [_job(series, number) for number, series in enumerate(result.series)],
-        "disk_util": [],
+        **_frame(result, [_job(series, number) for number, series in enumerate(result.series)]),
         "machine": result.machine,
         "drives": [asdict(drive) for drive in result.drives],
         "memory": _memory(result.memory) if result.memory else None,
@@ -45,6 +38,28 @@ def to_json(result: BenchResult) -> dict[str, Any]:
     if result.comparisons:
         report["compare_fio"] = _comparisons(result)
     return report
+
+
+def to_files(result: BenchResult) -> dict[str, dict[str, Any]]:
+    """File name to fio's object, one workload in each: fio-plot takes the jobs of one file for parts of one job."""
+    files = {}
+    for number, series in enumerate(result.series):
+        name = "-".join([*series.workload.name.lower().replace("/", "-").split(), series.engine.value])
+        files[f"{number:03d}-{name}.json"] = _frame(result, [_job(series, 0)])
+    return files
+
+
+def _frame(result: BenchResult, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+    now_s = time.time()
+    return {
+        "fio version": f"infinity-{result.machine['infinity']}",
+        "timestamp": int(now_s),
+        "timestamp_ms": int(now_s * 1000),
+        "time": time.ctime(now_s),
+        "global options": {},
+        "jobs": jobs,
+        "disk_util": [],
+    }
 
 
 def _memory(report: MemoryReport) -> dict[str, Any]:
@@ -82,7 +97,8 @@ def _job(series: Series, number: int) -> dict[str, Any]:
         "ctx": 0,
         "majf": 0,
         "minf": 0,
-        "iodepth_level": {},
+        "iodepth_level": {str(workload.depth): 100.0},
+        **{f"latency_{unit}": rows for unit, rows in shares(series.latencies_ns()).items()},
         "repeats": {
             "bw_bytes": _spread(series.bytes_per_s),
             "cpu_s_per_gb": _spread(series.cpu_s_per_gb),

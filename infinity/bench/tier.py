@@ -103,10 +103,14 @@ class Series:
         """Bytes per second in one direction."""
         return spread([run.rate(op) for run in self.runs])
 
-    def latencies(self, op: Op | None = None) -> Latencies:
-        """Of all repeats together; both directions unless one is given."""
+    def latencies_ns(self, op: Op | None = None) -> npt.NDArray[np.int64]:
+        """Of every transfer of all repeats; both directions unless one is given."""
         ops = list(Op) if op is None else [op]
-        return Latencies.of(np.concatenate([run.latencies_ns[each] for run in self.runs for each in ops]))
+        return np.concatenate([run.latencies_ns[each] for run in self.runs for each in ops])
+
+    def latencies(self, op: Op | None = None) -> Latencies:
+        """What these are like."""
+        return Latencies.of(self.latencies_ns(op))
 
 
 class Runner:

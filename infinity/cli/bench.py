@@ -80,6 +80,12 @@ def tier(
     json: Annotated[
         Path | None, typer.Option(help="Write the result to this file, in fio's shape.", rich_help_panel=_OUTPUT)
     ] = None,
+    fio_files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a file for each workload to this folder, as fio-plot wants them.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write a page with plots to this file.", rich_help_panel=_OUTPUT)
     ] = None,
@@ -112,6 +118,7 @@ def tier(
                 depth=depth,
                 fio_engine=fio_engine,
                 json=json,
+                fio_files=fio_files,
                 html=html,
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.bench.engines import parse_engines
-from infinity.bench.fio_json import to_json
+from infinity.bench.fio_json import to_files, to_json
 from infinity.bench.html import to_html
 from infinity.bench.profiles import DEFAULT_PROFILES, comparison, find_profiles
 from infinity.bench.run import TierOptions, run_tier
@@ -39,6 +39,7 @@ class TierArguments:
     depth: int
     fio_engine: str
     json: Path | None
+    fio_files: Path | None
     html: Path | None
 
 
@@ -68,6 +69,10 @@ def run(arguments: TierArguments) -> None:
     console.print(show(result))
     if arguments.json is not None:
         _write(arguments.json, json.dumps(to_json(result), indent=2) + "\n", "--json")
+    if arguments.fio_files is not None:
+        arguments.fio_files.mkdir(parents=True, exist_ok=True)
+        for name, report in to_files(result).items():
+            _write(arguments.fio_files / name, json.dumps(report, indent=2) + "\n", "--fio-files")
     if arguments.html is not None:
         _write(arguments.html, to_html(result), "--html")
 
