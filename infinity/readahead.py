@@ -84,7 +84,6 @@ class ReadAhead:
         self._tasks: set[asyncio.Task[None]] = set()
         self.step = 0
         self.counts: Counter[str] = Counter()  # reads by how they came about: "ahead", "demand"
-        self.on_failure: Callable[[BaseException], None] | None = None
 
     # Messages from the training thread -------------------------------------------------------------------------
 
@@ -144,6 +143,27 @@ class ReadAhead:
                 copy.drop()  # a read failed before; this one is another try
             elif not self._try_read(copy, Priority.DEMAND):
                 await self._make_room(copy)
+
+    async def forget(self) -> None:
+        """Drop every copy of what lies in the swap file, and read nothing until the next forward begins.
+
+        For whoever writes new shards past this scheduler; nobody may be using a copy.
+        """
+        self._trace, self._position = (), 0
+        for copy in self._copies:
+            while not copy.pinned and copy.state is not CopyState.ABSENT:
+                is_moving = copy.state in (CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
+                if is_moving or not copy.drop():
+                    await self.wait_change()
+                copy.awaits_update = False
+
+    def read_kept(self, step: int) -> None:
+        """Read what is kept from one step to the next (a message), as traffic of `step`, after `forget`."""
+        step, self.step = self.step, step
+        for copy in self._copies:
+            if copy.keep_at_boundary and copy.state is CopyState.ABSENT:
+                self._try_read(copy, Priority.READ_AHEAD)
+        self.step = step
 
     # Policy ----------------------------------------------------------------------------------------------------
 
@@ -247,23 +267,23 @@ class ReadAhead:
         error = copy.ticket.exception
         if error is None:
             copy.landed()
-            return
-        copy.fail()
-        if self.on_failure is not None:
-            self.on_failure(error)
+        else:
+            copy.fail()  # whoever needs the shard reads it again, and is told if that fails too
 
     async def _make_room(self, wanted: HostCopy) -> None:
         """Evict the clean copy that is needed last, or wait until something in flight has settled.
 
-        What awaits its update goes last: its bytes would have to be read again for that.
+        What awaits its update goes last: its bytes would have to be read again for that. And an access that came as
+        predicted evicts nothing while something in flight will make room: what a step reads is planned.
         """
         distance: dict[int, int] = {}
         for number, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 distance.setdefault(index, number)
+        is_as_planned = distance.get(wanted.group.index) == 0
         held = [c for c in self._copies if not c.pinned and c.lease is not None and c is not wanted]
         idle = [c for c in held if c.state is CopyState.CLEAN and not c.is_claimed and c.update.done]
-        victims = [c for c in idle if not c.awaits_update]
+        victims = [] if is_as_planned else [c for c in idle if not c.awaits_update]
         if not victims and len(idle) == len(held):
             victims = idle
         victims.sort(key=lambda c: distance.get(c.group.index, len(self._trace)), reverse=True)

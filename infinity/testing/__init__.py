@@ -1,7 +1,8 @@
-"""Public helpers for tests without a GPU: a file-backed fake GPU, clocks, an asyncio loop with virtual time."""
+"""Public helpers for tests without a GPU or a disk: a file-backed fake GPU, a simulated store, virtual time."""
 
 from infinity.testing.clock import Clock, RealClock, VirtualClock, VirtualDeadlockError, VirtualTimeLoop, run_virtual
 from infinity.testing.fake_gpu import CopyOp, FakeGpu, FakeRegion, LogEntry
+from infinity.testing.simulated_store import SimulatedStore, SimulatedTransfer
 
 __all__ = [
     "Clock",
@@ -10,6 +11,8 @@ __all__ = [
     "FakeRegion",
     "LogEntry",
     "RealClock",
+    "SimulatedStore",
+    "SimulatedTransfer",
     "VirtualClock",
     "VirtualDeadlockError",
     "VirtualTimeLoop",

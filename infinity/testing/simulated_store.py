@@ -1,0 +1,179 @@
+"""A shard store on the running loop's time: for scheduler tests on a virtual clock, without disks or threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from storage.ordering import KeyOrder, Operation
+from storage.types import Op, Priority, Ticket, TrafficTag
+
+_PAGE_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTransfer:
+    """One finished transfer. Times in seconds of the loop."""
+
+    op: Op
+    key: str
+    offset: int
+    nbytes: int
+    priority: Priority
+    tag: TrafficTag
+    submitted_s: float
+    start_s: float
+    end_s: float
+
+
+class SimulatedStore:
+    """Holds bytes in memory; a transfer takes `latency_s + nbytes / bandwidth` of the running loop's time.
+
+    Reads and writes have a channel of their own; on each, one transfer at a time, lower priority value first. The
+    ordering per key is the real store's: overlapping operations of which one is a write run in submission order. Used
+    on the thread of the loop only.
+
+    Args:
+        read_bytes_per_s, write_bytes_per_s: bandwidths.
+        latency_s: fixed part of every transfer.
+        duration_s: replaces the model: seconds for (op, key, nbytes).
+        failure: asked before a transfer ends; an exception makes it fail with that.
+
+    Example:
+        store = SimulatedStore(read_bytes_per_s=1e9, write_bytes_per_s=5e8, latency_s=1e-4)
+        store.create("blocks.0", 4096)
+    """
+
+    def __init__(
+        self,
+        *,
+        read_bytes_per_s: float = 1e9,
+        write_bytes_per_s: float = 1e9,
+        latency_s: float = 0.0,
+        duration_s: Callable[[Op, str, int], float] | None = None,
+        failure: Callable[[Op, str], BaseException | None] | None = None,
+    ) -> None:
+        self._bandwidth = {Op.READ: read_bytes_per_s, Op.WRITE: write_bytes_per_s}
+        self._latency_s = latency_s
+        self._duration_s = duration_s
+        self._failure = failure
+        self._bytes: dict[str, bytearray] = {}
+        self._orders: dict[str, KeyOrder] = {}
+        self._queues: dict[Op, list[Operation]] = {op: [] for op in Op}
+        self._is_busy = dict.fromkeys(Op, False)
+        self._submitted_s: dict[Operation, float] = {}
+        self.log: list[SimulatedTransfer] = []
+
+    def create(self, key: str, nbytes: int, content: bytes | None = None) -> None:
+        """Make a key; its content is zero unless given."""
+        self._bytes[key] = bytearray(content if content is not None else bytes(nbytes))
+        self._orders[key] = KeyOrder()
+
+    def content(self, key: str) -> bytes:
+        """What is stored under a key now."""
+        return bytes(self._bytes[key])
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers submitted and not finished."""
+        return sum(len(order.operations) for order in self._orders.values())
+
+    def submit_read(
+        self,
+        key: str,
+        memory: memoryview,
+        *,
+        offset: int = 0,
+        priority: Priority = Priority.READ_AHEAD,
+        tag: TrafficTag,
+        payload_nbytes: int | None = None,
+    ) -> Ticket:
+        """As `storage.store.ShardStore.submit_read`."""
+        return self._submit(Op.READ, key, memory, offset, priority, tag)
+
+    def submit_write(
+        self,
+        key: str,
+        memory: memoryview,
+        *,
+        offset: int = 0,
+        priority: Priority = Priority.WRITE,
+        tag: TrafficTag,
+        payload_nbytes: int | None = None,
+    ) -> Ticket:
+        """As `storage.store.ShardStore.submit_write`."""
+        return self._submit(Op.WRITE, key, memory, offset, priority, tag)
+
+    def _submit(
+        self, op: Op, key: str, memory: memoryview, offset: int, priority: Priority, tag: TrafficTag
+    ) -> Ticket:
+        ticket = Ticket(f"{op.value} of {key}")
+        operation = Operation(op, key, offset, memory, priority, tag, len(memory), ticket)
+        if offset % _PAGE_NBYTES or len(memory) % _PAGE_NBYTES or operation.stop > len(self._bytes[key]):
+            raise ValueError(f"{op.value} of {key}: bytes {offset} to {operation.stop} of {len(self._bytes[key])}")
+        self._submitted_s[operation] = asyncio.get_running_loop().time()
+        if self._orders[key].add(operation):
+            self._enqueue(operation)
+        return ticket
+
+    def _enqueue(self, operation: Operation) -> None:
+        lost = self._orders[operation.key].lost_in(operation.start, operation.stop)
+        if operation.op is Op.READ and lost is not None:
+            self._finish(operation, lost)
+            return
+        self._queues[operation.op].append(operation)
+        self._serve(operation.op)
+
+    def _serve(self, op: Op) -> None:
+        queue = self._queues[op]
+        if self._is_busy[op] or not queue:
+            return
+        self._is_busy[op] = True
+        operation = min(queue, key=lambda waiting: waiting.priority)  # the first of them, as submitted
+        queue.remove(operation)
+        loop = asyncio.get_running_loop()
+        seconds = self._seconds(op, operation.key, len(operation.memory))
+        loop.call_later(seconds, self._end, operation, loop.time())
+
+    def _seconds(self, op: Op, key: str, nbytes: int) -> float:
+        if self._duration_s is not None:
+            return self._duration_s(op, key, nbytes)
+        return self._latency_s + nbytes / self._bandwidth[op]
+
+    def _end(self, operation: Operation, start_s: float) -> None:
+        error = self._failure(operation.op, operation.key) if self._failure is not None else None
+        if error is None:
+            self._move(operation, start_s)
+        self._is_busy[operation.op] = False
+        self._finish(operation, error)
+        self._serve(operation.op)
+
+    def _move(self, operation: Operation, start_s: float) -> None:
+        stored = memoryview(self._bytes[operation.key])[operation.start : operation.stop]
+        if operation.op is Op.READ:
+            operation.memory[:] = stored
+        else:
+            stored[:] = operation.memory
+        self.log.append(
+            SimulatedTransfer(
+                op=operation.op,
+                key=operation.key,
+                offset=operation.start,
+                nbytes=len(operation.memory),
+                priority=operation.priority,
+                tag=operation.tag,
+                submitted_s=self._submitted_s[operation],
+                start_s=start_s,
+                end_s=asyncio.get_running_loop().time(),
+            )
+        )
+
+    def _finish(self, operation: Operation, error: BaseException | None) -> None:
+        del self._submitted_s[operation]
+        for free in self._orders[operation.key].remove(operation, error):
+            self._enqueue(free)
+        if error is None:
+            operation.ticket.set_done()
+        else:
+            operation.ticket.set_exception(error)

@@ -1,0 +1,87 @@
+"""The update pipeline on a virtual clock: depth, order, budgets, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.order import Phase
+from infinity.residency import CopyState
+from infinity.testing import SimulatedStore
+from storage.errors import WriteError
+from storage.types import Op, TrafficTag
+from tests.scheduler.simulation import Simulation
+
+PAGE = SHARD_ALIGN_NUMEL * 4
+
+
+async def test_reading_and_writing_of_chunks_overlap(tmp_path: Path) -> None:
+    store = SimulatedStore(read_bytes_per_s=PAGE, write_bytes_per_s=PAGE)
+    simulation = Simulation(tmp_path, [8], window_nbytes=8 * PAGE, overlapped=False, store=store)
+    await simulation.train_step()
+    await simulation.train_step()
+    await simulation.pipeline.drain()
+    reads = [t for t in store.log if t.op is Op.READ and t.tag == TrafficTag("state", 1)]
+    writes = [t for t in store.log if t.op is Op.WRITE and t.tag == TrafficTag("state", 1)]
+    assert len(reads) == len(writes) == 8
+    assert reads[1].start_s < writes[0].end_s
+    assert reads[2].start_s < writes[1].end_s
+    await simulation.close()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+async def test_the_pipeline_budget_is_a_ceiling(tmp_path: Path, chunks: int) -> None:
+    simulation = Simulation(tmp_path, [5, 3], window_nbytes=8 * PAGE, pipeline_chunks=chunks)
+    for _ in range(3):
+        await simulation.train_step()
+    assert simulation.pipeline_budget.peak_nbytes <= simulation.pipeline_budget.limit_nbytes
+    await simulation.close()
+
+
+async def test_the_first_step_reads_no_state(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, [2, 2], window_nbytes=8 * PAGE)
+    await simulation.train_step()
+    await simulation.train_step()
+    assert simulation.read_nbytes(0, "state") == 0
+    assert simulation.read_nbytes(1, "state") == 4 * PAGE
+    await simulation.close()
+
+
+async def test_every_update_ends_up_in_the_store(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, [3, 1, 2], window_nbytes=4 * PAGE)
+    for _ in range(3):
+        await simulation.train_step()
+    await simulation.settle()
+    for group in simulation.groups:
+        values = memoryview(simulation.store.content(group.key)).cast("f")
+        assert set(values) == {3.0}
+    await simulation.close()
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+async def test_a_failed_write_fails_the_update_keeps_the_bytes_and_holds_nothing_else(
+    tmp_path: Path, overlapped: bool
+) -> None:
+    def failure(op: Op, key: str) -> BaseException | None:
+        return WriteError("disk died") if op is Op.WRITE and key == "unit1" else None
+
+    simulation = Simulation(
+        tmp_path, [1] * 3, window_nbytes=3 * PAGE, overlapped=overlapped, store=SimulatedStore(failure=failure)
+    )
+    await simulation.train_step()
+    await simulation.pipeline.drain()
+    failed = simulation.updates[1]
+    with pytest.raises(WriteError, match="disk died"):
+        failed.written.result()
+    assert [type(error) for error in simulation.failures] == [WriteError]
+    assert simulation.pipeline_budget.used_nbytes == 0
+    if overlapped:
+        assert simulation.copies[1].state is CopyState.FAILED
+        assert simulation.copies[1].lease is not None
+    with pytest.raises(WriteError, match="disk died"):
+        await simulation.use(1, Phase.FORWARD)
+    for copy in simulation.copies:
+        copy.lost_update = None
+    await simulation.close()
