@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -14,6 +15,8 @@ from torch import nn
 from infinity import hooks
 from infinity.access import ParameterAccess
 from infinity.assemble import assemble
+from infinity.checkpoint.load import load_checkpoint
+from infinity.checkpoint.save import save_checkpoint
 from infinity.config import Config
 from infinity.errors import InfinityError
 from infinity.gather import UserHold
@@ -105,6 +108,50 @@ class Engine:
         """Abandon the running iteration after a failure: release everything, discard its gradients."""
         self._check_open()
         self._iteration.reset()
+
+    # Checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save parameters, optimizer state, buffers and random number generators to a folder, group by group.
+
+        The folder appears when it is complete; a checkpoint that is there already is replaced only then. Gradients are
+        not saved.
+
+        Args:
+            optimizer: save the settings of its parameter groups (lr, betas, ...) too.
+            extra: what else the run needs to go on, for example `{"scheduler": scheduler.state_dict()}`: numbers, text,
+                tensors, and lists, tuples and dictionaries of them.
+
+        Raises:
+            CheckpointError: `path` cannot be written or is something else, or `extra` cannot be saved.
+            IterationError: an update was lost, or the running step has been applied in part.
+        """
+        self._check_open()
+        save_checkpoint(self._runtime, self._updates, Path(path), optimizer, extra)
+
+    def load(self, path: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """Load a checkpoint of `save`; the run goes on with the same bits. Returns its `extra`.
+
+        Budgets, placement, schedule and precision may differ from those of the engine that saved it. Everything is
+        checked before anything is changed; gradients that no step has used are discarded. The random number generators
+        of torch, Python and numpy are set as they were.
+
+        Args:
+            optimizer: gets the settings of its parameter groups back; it must have the same groups.
+
+        Raises:
+            CheckpointError: nothing there, damaged, or of another model. If damage shows only while loading, the
+                engine refuses to step until a complete checkpoint has been loaded.
+            IterationError: an update was lost, or the running step has been applied in part.
+        """
+        self._check_open()
+        return load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), optimizer)
 
     # Looking inside --------------------------------------------------------------------------------------------
 

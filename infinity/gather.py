@@ -134,6 +134,12 @@ class Gatherer:
             if not gathering.users and gathering.state is GatherState.GATHERED:
                 self._free(gathering)
 
+    def drop_ahead(self) -> None:
+        """Free what was only uploaded ahead: its values are about to change."""
+        for gathering in self._gatherings:
+            if gathering.state is GatherState.UPLOADING and not gathering.users:
+                self._free(gathering)
+
     def close(self) -> None:
         """Free everything, whoever holds it."""
         for gathering in self._gatherings:

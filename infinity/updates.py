@@ -7,7 +7,8 @@ Both give the same bits, because an update of a group depends on nothing but its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -167,6 +168,39 @@ class Updates:
             error = self._runtime.failure.error
             self._tear(error)
             raise error
+
+    def settle(self, purpose: str) -> None:
+        """Wait until the swap files hold every update of the steps so far.
+
+        Raises:
+            IterationError: the running step has been applied in part.
+        """
+        if self._submitted:
+            raise IterationError(
+                f"{purpose} in the middle of a step: schedule='overlapped' has updated some parameters already and "
+                "others not. Call optimizer.step() first"
+            )
+        self.wait_written()
+
+    @contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        """All parameters and their state are replaced in this block; if it fails, they belong to two states.
+
+        Raises:
+            IterationError: an update was lost before.
+        """
+        if self._runtime.failure.error is not None:
+            self.raise_failure()
+        self._torn = f"{what} has not finished"
+        try:
+            yield
+        except BaseException as error:
+            self._torn = (
+                f"{what} failed half-way ({type(error).__name__}: {error}); some parameters are the new ones and "
+                "others are not. Load a complete checkpoint, or close this engine and start again"
+            )
+            raise
+        self._torn = None
 
     def abandon(self) -> None:
         """The running iteration failed. What was already applied cannot be taken back."""

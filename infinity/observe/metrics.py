@@ -19,7 +19,7 @@ class Traffic:
     Keys: `nvme_read_bytes`, `nvme_write_bytes` (payload; alignment padding under `nvme_read_padding_bytes`,
     `nvme_write_padding_bytes`), the same by shard kind (`nvme_read_bytes/param`, `…/state`, `…/grad`), `h2d_bytes`,
     `d2h_bytes`. What initialisation wrote is in `total` and in `initialisation`; reads ahead for a step that never
-    ran are in `total` only.
+    ran, and what checkpoints move, are in `total` only.
     """
 
     per_step: list[Counts]
@@ -74,10 +74,10 @@ class TrafficBook:
             before, after = self._links[step], self._links[step + 1]
             by_step[step]["h2d_bytes"] += after[0] - before[0]
             by_step[step]["d2h_bytes"] += after[1] - before[1]
-        late = [by_step[step] for step in by_step if step >= steps]
+        others = [by_step[step] for step in by_step if step >= steps or step < -1]
         per_step = [dict(by_step[step]) for step in range(steps)]
         initialisation = dict(by_step[-1])
-        total = _sum([*per_step, initialisation, *late])
+        total = _sum([*per_step, initialisation, *others])
         return Traffic(per_step, initialisation, dict(total))
 
 

@@ -1,0 +1,195 @@
+"""The parts of a checkpoint that are small: optimizer settings, buffers of the model, what the caller adds."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.format import BUFFERS_FILE, EXTRA_FILE, Index, OptimizerEntry, checksum_of_file, damaged
+from infinity.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
+from infinity.errors import CheckpointError, ConfigError
+from infinity.groups import FlatGroup
+from infinity.released import ref_of
+
+# Optimizer settings ----------------------------------------------------------------------------------------------
+
+
+def optimizer_entries(optimizer: torch.optim.Optimizer, groups: Iterable[FlatGroup]) -> list[OptimizerEntry]:
+    """The parameter groups of an optimizer over these groups, by parameter name.
+
+    Raises:
+        ConfigError: the optimizer has parameters of something else.
+        CheckpointError: a setting cannot be written as JSON.
+    """
+    mine = {id(group) for group in groups}
+    entries = []
+    for param_group in optimizer.param_groups:
+        refs = [ref_of(parameter) for parameter in param_group["params"]]
+        names = [ref.name for ref in refs if ref is not None and id(ref.group) in mine]
+        if len(names) != len(refs):
+            raise ConfigError("the optimizer has parameters that are not offloaded by this engine; give its own")
+        settings = {key: _plain(key, value) for key, value in param_group.items() if key != "params"}
+        entries.append(OptimizerEntry(names, settings))
+    return entries
+
+
+def _plain(key: str, value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise CheckpointError(
+            f"the optimizer's setting {key!r} is {value!r}, which a checkpoint cannot hold ({error}); use numbers, "
+            "text, lists or dictionaries"
+        ) from error
+    return value
+
+
+def check_optimizer(index: Index, optimizer: torch.optim.Optimizer, groups: Iterable[FlatGroup]) -> None:
+    """Refuse an optimizer whose parameter groups are not those of the checkpoint."""
+    if index.optimizer is None:
+        raise CheckpointError("the checkpoint was saved without an optimizer; load it without one")
+    present = optimizer_entries(optimizer, groups)
+    if len(present) != len(index.optimizer):
+        raise CheckpointError(
+            f"the optimizer has {len(present)} parameter groups, the one of the checkpoint {len(index.optimizer)}; "
+            "build it with the same groups"
+        )
+    for number, (now, saved) in enumerate(zip(present, index.optimizer, strict=True)):
+        different = sorted(set(now.parameters) ^ set(saved.parameters))
+        if different:
+            raise CheckpointError(
+                f"parameter group {number} of the optimizer does not hold what it held in the checkpoint: "
+                f"{listed(different)} in only one of them; build it with the same groups"
+            )
+
+
+def restore_optimizer(index: Index, optimizer: torch.optim.Optimizer) -> None:
+    """Give the parameter groups of a checked optimizer the settings of the checkpoint."""
+    for param_group, saved in zip(optimizer.param_groups, index.optimizer or [], strict=True):
+        for key, value in saved.settings.items():
+            present = param_group.get(key)
+            if isinstance(present, torch.Tensor):
+                present.fill_(value)
+            else:  # JSON knows no tuples
+                param_group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+# Buffers ---------------------------------------------------------------------------------------------------------
+
+
+def save_buffers(model: nn.Module, folder: Path) -> None:
+    """Write the persistent buffers; no file if there are none."""
+    buffers = persistent_buffers(model)
+    if not buffers:
+        return
+    with TensorFileWriter(folder / BUFFERS_FILE, {name: (b.dtype, b.shape) for name, b in buffers.items()}) as file:
+        for name, buffer in buffers.items():
+            file.append(name, buffer.detach().cpu().contiguous().reshape(-1))
+        file.finish()
+
+
+def load_buffers(model: nn.Module, folder: Path) -> None:
+    """Copy checked buffers into the model."""
+    buffers = persistent_buffers(model)
+    if not buffers:
+        return
+    with TensorFileReader(folder / BUFFERS_FILE) as file, torch.no_grad():
+        for name, buffer in buffers.items():
+            values = torch.empty(buffer.numel(), dtype=buffer.dtype)
+            file.read(name, 0, values)
+            buffer.copy_(values.view(buffer.shape))
+
+
+def check_buffers(model: nn.Module, folder: Path, index: Index) -> None:
+    """Refuse buffers that are not those of the model."""
+    wanted = {name: (b.dtype, tuple(b.shape)) for name, b in persistent_buffers(model).items()}
+    saved: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    if BUFFERS_FILE in index.files:
+        with TensorFileReader(folder / BUFFERS_FILE) as file:
+            saved = {name: (span.dtype, span.shape) for name, span in file.spans.items()}
+    different = sorted(name for name in wanted.keys() | saved.keys() if wanted.get(name) != saved.get(name))
+    if different:
+        raise CheckpointError(
+            f"{folder} belongs to another model: its buffers differ in {listed(different)}; build the model it was "
+            "saved from"
+        )
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+# What the caller adds --------------------------------------------------------------------------------------------
+
+
+def pack_extra(extra: Mapping[str, Any] | None) -> bytes:
+    """The caller's dictionary as bytes that can be read again without running code from the file.
+
+    Raises:
+        CheckpointError: something in it cannot.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(dict(extra or {}), file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"`extra` holds something a checkpoint cannot hold ({error}); give numbers, text, tensors, and lists, "
+            "tuples and dictionaries of them, such as a scheduler's state_dict()"
+        ) from error
+    return file.getvalue()
+
+
+def read_extra(folder: Path) -> dict[str, Any]:
+    path = folder / EXTRA_FILE
+    try:
+        return dict(torch.load(path, weights_only=True, map_location="cpu"))
+    except (pickle.UnpicklingError, RuntimeError, TypeError, EOFError) as error:
+        raise damaged(path, f"it cannot be read ({error})") from error
+
+
+# Files -----------------------------------------------------------------------------------------------------------
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and bring it to the drive."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_files(folder: Path, index: Index) -> None:
+    """Refuse small files that are missing or not what was written."""
+    for name, expected in index.files.items():
+        path = folder / name
+        try:
+            found = checksum_of_file(path)
+        except FileNotFoundError as error:
+            raise damaged(path, "the file is missing") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        if found != expected:
+            raise damaged(path, "its checksum is wrong")
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Names for a message, not more than a few."""
+    chosen = list(names)
+    shown = ", ".join(map(repr, chosen[:most]))
+    return shown + (f" and {len(chosen) - most} more" if len(chosen) > most else "")
