@@ -108,7 +108,8 @@ class Simulation:
         self.window = TierBudget("window", self.window_nbytes)
         self.pipeline_budget = TierBudget("pipeline", self.pipeline_chunks * chunk_nbytes)
         gradients = sum(gradient_nbytes(group) for group in self.groups)
-        self.pool = HostPool(self.window_nbytes + self.pipeline_budget.limit_nbytes + gradients)
+        # A gradient may arrive before the one of the step before has been written behind and given back.
+        self.pool = HostPool(self.window_nbytes + self.pipeline_budget.limit_nbytes + 4 * gradients)
         largest = max(group.shard_nbytes for group in self.groups)
         self.gpu = FakeGpu(self.path / "device", self.device_nbytes or largest, h2d=1e12, d2h=1e12)
         self.order = AccessOrder(range(len(self.groups)))
