@@ -298,16 +298,19 @@ class GradientSink:
         return gradient
 
     def _wait_for_space(self, reservation: Reservation) -> None:
-        # In this order: an update gives its memory back before it counts as finished.
-        is_moving = self._updates_in_flight() or self._writes_in_flight()
-        if not is_moving and not reservation.done:
-            reservation.cancel()
-            raise PlacementError(
-                f"no host memory for the gradient of {reservation.owner}: the gradients held now "
-                f"({self._held.holders()}) wait for the end of backward, because their modules ran several times "
-                "before it. Use schedule='synchronous', which makes room for all gradients"
-            )
-        self._stalls.wait(reservation, StallCause.GRADIENT_SPACE)
+        def check() -> None:
+            # In this order: an update gives its memory back before it counts as finished.
+            is_moving = self._updates_in_flight() or self._writes_in_flight()
+            if not is_moving and not reservation.done:
+                reservation.cancel()
+                raise PlacementError(
+                    f"no host memory for the gradient of {reservation.owner}: the gradients held now "
+                    f"({self._held.holders()}) wait for the end of backward, because their modules ran several times "
+                    "before it. Use schedule='synchronous', which makes room for all gradients"
+                )
+
+        check()
+        self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
 
     def _writes_in_flight(self) -> bool:
         return any(not ticket.done for ticket in self._writes)

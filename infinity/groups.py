@@ -11,7 +11,7 @@ Owned by the training thread. Other threads read only what never changes (`layou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -112,7 +112,6 @@ class Unit:
     module: nn.Module
     groups: tuple[FlatGroup, ...]
     resident: bool
-    forward_calls: int = field(default=0)
 
     def trainable(self) -> Iterator[FlatGroup]:
         return (group for group in self.groups if group.trainable)

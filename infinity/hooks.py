@@ -32,10 +32,10 @@ class UnitEvents(Protocol):
 
     def pre_forward(self, unit: Unit) -> None: ...
     def post_forward(self, unit: Unit) -> None: ...
-    def pre_backward(self, unit: Unit) -> None: ...
+    def before_backward(self, unit: Unit) -> Callable[[], None]: ...
     def post_backward(self, unit: Unit) -> None: ...
     def root_pre_forward(self) -> None: ...
-    def root_post_forward(self) -> None: ...
+    def root_post_forward(self, output: Any) -> None: ...
     def end_backward(self) -> None: ...
 
 
@@ -129,7 +129,7 @@ class UnitHooks:
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._events.post_forward(self._unit)
         if output is not None and torch.is_grad_enabled():
-            watch_outputs(output, lambda: self._events.pre_backward(self._unit))
+            watch_outputs(output, self._events.before_backward(self._unit))
 
     def _post_backward(self) -> None:
         self._events.post_backward(self._unit)
@@ -155,6 +155,16 @@ def watch_outputs(output: Any, then: Callable[[], None]) -> None:
             base.grad_fn.register_prehook(lambda _: then())
 
 
+def live_with_graph(output: Any, companion: object) -> bool:
+    """Let `companion` live as long as the graph behind `output`. False when no tensor of a graph can be seen in it."""
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    tensors += [t._base for t in tensors if t._base is not None]  # its node outlives in-place changes of the view
+    nodes: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    for node in nodes:
+        node.metadata[f"infinity.{id(companion)}"] = companion
+    return bool(nodes)
+
+
 class RootHooks:
     """The hooks of the whole model: where an outermost forward begins and ends."""
 
@@ -164,7 +174,7 @@ class RootHooks:
 
     def install(self) -> list[RemovableHandle]:
         pre = _uncompiled(lambda module, args: self._events.root_pre_forward())
-        post = _uncompiled(lambda module, args, output: self._events.root_post_forward())
+        post = _uncompiled(lambda module, args, output: self._events.root_post_forward(output))
         return [
             self._model.register_forward_pre_hook(pre, prepend=True),
             self._model.register_forward_hook(post, always_call=True),

@@ -2,13 +2,18 @@
 
 [Note: when a gradient is complete]
 After the backward of a unit, unless the unit ran several times, shares parameters with another unit, or was used
-outside its own forward; then at the end of backward. A forward is counted when it runs in training mode, a backward
-when its input-side function ran; a group is complete early only when both counts agree.
+outside its own forward; then at the end of backward. A forward is counted when it runs in training mode and as long as
+its graph lives, a backward when its input-side function ran; a group is complete early only when both counts agree.
+
+[Note: stale graphs]
+A graph that is older than an update of its parameters would be differentiated with the new values. Plain PyTorch
+notices by the version counters of the parameters; here they do not move, so the numbers of updates are compared.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,9 +22,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.config import DeviceKind
-from infinity.errors import NotGatheredError
+from infinity.errors import IterationError, NotGatheredError
 from infinity.groups import FlatGroup, Unit
-from infinity.hooks import GraphTasks, in_backward, watch_outputs
+from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
 from infinity.order import Access, Mode, Phase
 from infinity.released import ReleasedParameter
 from infinity.runtime import Runtime
@@ -27,6 +32,15 @@ from infinity.updates import Updates
 
 _ON_USE = "gathered on use"
 _log = logging.getLogger(__name__)
+
+
+class _Forward:
+    """One outermost forward in training mode: how often every unit ran. Lives as long as the graph that it made."""
+
+    __slots__ = ("__weakref__", "calls")
+
+    def __init__(self) -> None:
+        self.calls: Counter[int] = Counter()
 
 
 class Iteration:
@@ -39,6 +53,9 @@ class Iteration:
         self._mode = Mode.TRAIN
         self._depth = 0
         self._backward_runs: Counter[int] = Counter()
+        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._forward: _Forward | None = None  # the one under way
+        self._kept_forwards: list[_Forward] = []  # of graphs whose end cannot be seen
         self._used_elsewhere: set[int] = set()
         self._resident = {group.index for group in runtime.resident_groups}
         self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
@@ -55,21 +72,31 @@ class Iteration:
             _log.warning("the last backward failed; its gradients are discarded")
             self.reset()
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
+        self._forward = self._new_forward() if self._mode is Mode.TRAIN else None
         runtime.order.begin(self._mode)
         trace, position = runtime.order.upcoming()
         runtime.io.post(runtime.read_ahead.begin, self._mode, trace, position)
 
-    def root_post_forward(self) -> None:
+    def root_post_forward(self, output: Any) -> None:
+        """`output` is None when the forward failed."""
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and not in_backward():
             for index in list(self._used_elsewhere):
                 self._runtime.gatherer.release(self._runtime.groups[index], _ON_USE)
+            forward, self._forward = self._forward, None
+            if forward is not None and output is not None and not live_with_graph(output, forward):
+                self._kept_forwards.append(forward)
 
     def pre_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
         self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
         if not recomputing and self._mode is Mode.TRAIN:
-            unit.forward_calls += 1
+            if self._forward is not None:
+                forward = self._forward
+            else:  # the unit is called by itself, not by the model
+                forward = self._new_forward()
+                self._kept_forwards.append(forward)
+            forward.calls[unit.index] += 1
 
     def post_forward(self, unit: Unit) -> None:
         # In a recomputation the coming backward needs the unit; post_backward or the end of backward frees it.
@@ -78,9 +105,14 @@ class Iteration:
 
     # Backward --------------------------------------------------------------------------------------------------
 
-    def pre_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: Unit) -> Callable[[], None]:
+        versions = self._versions(unit.groups)
+        return lambda: self.pre_backward(unit, versions)
+
+    def pre_backward(self, unit: Unit, versions: Sequence[int]) -> None:
         self._tasks.join()
         self._updates.check_backward()
+        self._refuse_stale(unit.groups, versions)
         self._gather(unit, Phase.BACKWARD)
         for group in unit.trainable():
             self._runtime.sink.expect(group)
@@ -88,7 +120,7 @@ class Iteration:
     def post_backward(self, unit: Unit) -> None:
         self._tasks.join()
         self._backward_runs[unit.index] += 1
-        is_over = self._backward_runs[unit.index] == unit.forward_calls
+        is_over = self._backward_runs[unit.index] == sum(forward.calls[unit.index] for forward in self._forwards)
         for group in unit.trainable():
             self._harvest(group, is_final=is_over and self._has_one_user(group))
         self._release(unit)
@@ -102,12 +134,13 @@ class Iteration:
             self._harvest(group, is_final=True)
         runtime.gatherer.release_all()
         runtime.sink.end_backward()
+        self._backward_runs.clear()
 
     def end_step(self) -> None:
         """The optimizer step is over: counts start again."""
         self._backward_runs.clear()
-        for unit in self._runtime.units:
-            unit.forward_calls = 0
+        self._forwards.clear()
+        self._kept_forwards.clear()
 
     def reset(self) -> None:
         """Abandon a failed iteration: nothing gathered, no gradient, no open graph task. The engine is usable again."""
@@ -138,7 +171,8 @@ class Iteration:
         real_args, real_kwargs = tree_map(_real, (tuple(args), kwargs))
         result = func(*real_args, **real_kwargs)
         if torch.is_grad_enabled():
-            watch_outputs(result, lambda: self._pre_backward_on_use(groups))
+            versions = self._versions(groups)
+            watch_outputs(result, lambda: self._pre_backward_on_use(groups, versions))
         return result
 
     def _gather_on_use(self, groups: Iterable[FlatGroup]) -> None:
@@ -148,9 +182,10 @@ class Iteration:
             if self._runtime.gatherer.gather(group, _ON_USE, phase):
                 self._record(Access(phase, self._unit_of[group.index]))
 
-    def _pre_backward_on_use(self, groups: Sequence[FlatGroup]) -> None:
+    def _pre_backward_on_use(self, groups: Sequence[FlatGroup], versions: Sequence[int]) -> None:
         self._tasks.join()
         self._updates.check_backward()
+        self._refuse_stale(groups, versions)
         self._gather_on_use(groups)
         for group in groups:
             if group.trainable:
@@ -158,7 +193,28 @@ class Iteration:
 
     # Parts -----------------------------------------------------------------------------------------------------
 
+    def _new_forward(self) -> _Forward:
+        forward = _Forward()
+        self._forwards.add(forward)
+        return forward
+
+    def _versions(self, groups: Sequence[FlatGroup]) -> list[int]:
+        """How often each group has been updated."""
+        states = self._runtime.states
+        return [sum(states[group.index].steps) if group.trainable else 0 for group in groups]
+
+    def _refuse_stale(self, groups: Sequence[FlatGroup], versions: Sequence[int]) -> None:
+        for group, before, now in zip(groups, versions, self._versions(groups), strict=True):
+            if before != now:
+                raise IterationError(
+                    f"the parameters of {group.key} were updated between this forward and its backward, by "
+                    "optimizer.step() or, under schedule='overlapped', by an earlier backward. Run the forward again "
+                    "after an update; for several backwards before step() use schedule='synchronous'"
+                )
+
     def _harvest(self, group: FlatGroup, *, is_final: bool) -> None:
+        if any(parameter.grad is not None for parameter in group.parameters):
+            self._updates.refuse_second(group)
         self._runtime.sink.harvest(group)
         self._runtime.sink.settle(group)
         if is_final:

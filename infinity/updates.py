@@ -80,14 +80,19 @@ class Updates:
         """The gradients of these groups are final: under `overlapped` their updates start now."""
         if not self.is_overlapped:
             return
-        ready = [group for group in groups if self._has_gradient(group)]
-        for group in ready:
-            if group.index in self._submitted:
-                raise IterationError(
-                    f"a second gradient for {group.key} arrived before optimizer.step(), but schedule='overlapped' has "
-                    "already applied the first. Use schedule='synchronous' to accumulate gradients"
-                )
-        self._submit(ready)
+        self._submit([group for group in groups if self._has_gradient(group)])
+
+    def refuse_second(self, group: FlatGroup) -> None:
+        """A gradient arrives for a group.
+
+        Raises:
+            IterationError: the group has been updated in this step already.
+        """
+        if group.index in self._submitted:
+            raise IterationError(
+                f"a second gradient for {group.key} arrived before optimizer.step(), but schedule='overlapped' has "
+                "already applied the first. Use schedule='synchronous' to accumulate gradients"
+            )
 
     def clip(self, slots: Iterable[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
         """Total norm of the gradients of these slots; what they are scaled by is applied in the next step.

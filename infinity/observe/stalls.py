@@ -52,8 +52,11 @@ class StallClock:
         self.seconds: dict[StallCause, float] = dict.fromkeys(StallCause, 0.0)
         self.counts: dict[StallCause, int] = dict.fromkeys(StallCause, 0)
 
-    def wait(self, ticket: Ticket, cause: StallCause) -> None:
+    def wait(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None = None) -> None:
         """Wait for a ticket and raise what went wrong with it. A ready ticket costs a flag check.
+
+        Args:
+            check: called now and then; raises when the ticket cannot complete any more.
 
         Raises:
             IoTimeoutError: nothing made progress for `io_timeout_s` seconds.
@@ -61,7 +64,7 @@ class StallClock:
         if not ticket.done:
             started_s = time.perf_counter()
             try:
-                self._wait(ticket, cause)
+                self._wait(ticket, cause, check)
             finally:
                 stalled_s = time.perf_counter() - started_s
                 self.seconds[cause] += stalled_s
@@ -70,10 +73,12 @@ class StallClock:
                     self._on_stall(cause.value, started_s, stalled_s)
         ticket.result()
 
-    def _wait(self, ticket: Ticket, cause: StallCause) -> None:
+    def _wait(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None) -> None:
         seen = self._progress()
         moved_s = time.monotonic()
         while not ticket.wait(min(_POLL_S, self._io_timeout_s)):
+            if check is not None:
+                check()
             now = self._progress()
             if now != seen:
                 seen, moved_s = now, time.monotonic()
