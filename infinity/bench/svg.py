@@ -9,7 +9,7 @@ from html import escape
 
 _COLOURS = ("#3b6fd4", "#d9822b", "#2f9e64", "#a648b8", "#c23b3b", "#5f6b7a", "#8a6d1f", "#1f8a8a")
 _LABEL, _PLOT, _VALUE, _ROW = 250, 430, 150, 22
-_WIDTH, _HEIGHT, _MARGIN = 830, 260, 60
+_WIDTH, _HEIGHT, _MARGIN = 830, 260, 60  # of a line plot
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def lines(rows: Sequence[Line], title: str, x_name: str, y_name: str) -> str:
         path = "L".join("{:.1f} {:.1f}".format(*place(x, y)) for x, y in row.points)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour(number)}" stroke-width="2"/>')
         x = _MARGIN + 160 * number
-        parts.append(f'<text x="{x}" y="{height + 52}" fill="{colour(number)}">{escape(row.label)}</text>')
+        parts.append(f'<text x="{x}" y="{height + 70}" fill="{colour(number)}">{escape(row.label)}</text>')
     return _frame(title, _WIDTH, _HEIGHT, parts)
 
 
@@ -96,4 +96,4 @@ def _round_up(value: float) -> float:
     if value <= 0:
         return 1.0
     unit = 10.0 ** math.floor(math.log10(value))
-    return next(unit * step for step in (1, 2, 2.5, 4, 5, 8, 10) if unit * step >= value * 0.999)
+    return next(unit * step for step in (1, 1.2, 1.6, 2, 2.4, 3, 4, 5, 6, 8, 10) if unit * step >= value * 0.999)

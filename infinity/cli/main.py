@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from infinity.cli.bench import app as bench
+from infinity.cli.doctor import doctor
 from infinity.cli.failures import reported
 from infinity.models.presets import DEFAULT_PRESET, describe_presets
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.command(epilog=_EPILOG)(doctor)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,131 @@
+"""Checks of kernel, Python, torch, GPU and compiler cache."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import platform
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from infinity.doctor.check import Check, Status
+from infinity.swap_directories import default_directory, file_system_of
+
+_TELLS_ALIGNMENT = (6, 1)  # statx with STATX_DIOALIGN
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+_NVIDIA_FS = Path("/proc/driver/nvidia-fs")
+
+
+def check_system() -> Check:
+    """Kernel and Python."""
+    release = platform.release()
+    found = f"{platform.system()} {release} {platform.machine()}, Python {platform.python_version()}"
+    data = {"system": platform.system(), "release": release, "python": platform.python_version()}
+    if sys.platform != "linux":
+        fix = 'engine = "buffered" in the nvme section of --config; direct I/O needs Linux'
+        return Check("system", Status.WARNING, f"{found}: drives are used through the page cache", fix, data=data)
+    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    if numbers < _TELLS_ALIGNMENT:
+        found += "; before 6.1 the kernel does not tell the alignment of direct I/O, so it is tried"
+    return Check("system", Status.OK, found, data=data)
+
+
+def check_temporary_directory() -> Check:
+    """Where swap files go without --nvme; often that is memory."""
+    usual, used = Path(tempfile.gettempdir()), default_directory()
+    kind = file_system_of(usual)
+    data = {"temporary": str(usual), "file_system": kind, "used": str(used)}
+    if kind not in _IN_MEMORY:
+        return Check("default directory", Status.OK, f"{used} ({kind or 'unknown'})", data=data)
+    fix = "infinity train --nvme DIR    # or export TMPDIR=/var/tmp"
+    if used != usual:
+        found = f"{usual} is {kind}, which is memory; without --nvme swap files go to {used}"
+        return Check("default directory", Status.OK, found, data=data)
+    found = f"{usual} is {kind}, which is memory: swapping there gains nothing"
+    return Check("default directory", Status.WARNING, found, fix, data=data)
+
+
+def check_torch() -> Check:
+    """Whether torch can be imported, and its version."""
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises all kinds
+        return Check("torch", Status.FAILURE, f"cannot be imported: {error}", "pip install --force-reinstall torch")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    found = f"{torch.__version__} ({build}), {torch.get_num_threads()} threads"
+    return Check("torch", Status.OK, found, data={"version": torch.__version__, "cuda": torch.version.cuda})
+
+
+def check_processor() -> Check:
+    """Whether the CPU multiplies bf16 itself; without, bf16 runs compute in fp32."""
+    from infinity.devices.cpu import has_fast_bf16
+
+    is_fast = has_fast_bf16()
+    found = "bf16 products in hardware" if is_fast else "no bf16 products: --precision bf16 computes in fp32 on the CPU"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Check("processor", Status.OK if is_fast else Status.NOTE, f"{cores} cores, {found}", data={"bf16": is_fast})
+
+
+def check_cuda() -> Check:
+    """The GPUs that torch finds."""
+    import torch
+
+    from infinity.devices.select import describe_missing_cuda
+
+    if not torch.cuda.is_available():
+        is_built = torch.version.cuda is not None
+        fix = "nvidia-smi    # says what the driver sees; CUDA_VISIBLE_DEVICES may hide devices" if is_built else ""
+        found = f"none: {describe_missing_cuda()}; computing on the CPU"
+        return Check("CUDA", Status.NOTE, found, fix, data={"devices": []})
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return Check("CUDA", Status.OK, ", ".join(names), data={"devices": names})
+
+
+def check_gds() -> Check:
+    """What GPUDirect Storage needs: torch's bindings, the library, the kernel module, a GPU."""
+    import torch
+
+    parts = {
+        "torch.cuda.gds": hasattr(torch.cuda, "gds") and hasattr(torch._C, "_gds_register_buffer"),
+        "libcufile": ctypes.util.find_library("cufile") is not None,
+        "nvidia-fs": _NVIDIA_FS.exists(),
+        "a GPU": torch.cuda.is_available(),
+    }
+    missing = [name for name, is_there in parts.items() if not is_there]
+    if missing:
+        found = f"not available, missing: {', '.join(missing)}; nothing needs it"
+        return Check("GPUDirect Storage", Status.NOTE, found, data=parts)
+    return Check("GPUDirect Storage", Status.OK, "everything it needs is there", data=parts)
+
+
+def check_numba_cache() -> Check:
+    """Whether the compiled optimizer kernel can be kept; else every start compiles it again."""
+    places = numba_cache_places()
+    place = next((place for place in places if _is_writable(place)), None)
+    if place is not None:
+        return Check("kernel cache", Status.OK, f"{place} is writable", data={"path": str(place)})
+    found = f"none of {', '.join(map(str, places))} is writable: each start compiles the bf16 kernel for about a second"
+    fix = "export NUMBA_CACHE_DIR=/var/tmp/numba    # any directory you can write to"
+    return Check("kernel cache", Status.WARNING, found, fix, data={"path": None})
+
+
+def numba_cache_places() -> list[Path]:
+    """Where numba tries to keep compiled code, first choice first."""
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return [Path(chosen)]
+    import infinity.optim
+
+    beside_source = Path(next(iter(infinity.optim.__path__))) / "__pycache__"
+    return [beside_source, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numba"]
+
+
+def _is_writable(place: Path) -> bool:
+    """Whether a file can be made there, or the directory itself could be."""
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return True
+    except OSError:
+        return False
