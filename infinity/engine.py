@@ -16,6 +16,7 @@ from infinity import hooks
 from infinity.access import ParameterAccess
 from infinity.assemble import assemble
 from infinity.checkpoint.load import load_checkpoint
+from infinity.checkpoint.moments import SlotStates, read_states, write_states
 from infinity.checkpoint.save import save_checkpoint
 from infinity.config import Config
 from infinity.errors import InfinityError
@@ -152,6 +153,16 @@ class Engine:
         """
         self._check_open()
         return load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), optimizer)
+
+    def read_optimizer_state(self) -> SlotStates:
+        """Called by the optimizer's `state_dict()`: copies of all moments."""
+        self._check_open()
+        return read_states(self._runtime, self._updates)
+
+    def write_optimizer_state(self, states: SlotStates) -> None:
+        """Called by the optimizer's `load_state_dict()`: replaces all moments and step counts."""
+        self._check_open()
+        write_states(self._runtime, self._updates, states)
 
     # Looking inside --------------------------------------------------------------------------------------------
 

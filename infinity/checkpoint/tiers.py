@@ -109,15 +109,19 @@ class Tiers:
         for record in state.records:
             yield from _cut(group, record.chunk.start, record.chunk.stop, self._numel, record)
 
-    def read(self, span: Span) -> Values:
-        """The present values; valid until the next span. State that was never updated is zero."""
+    def read(self, span: Span, *, param: bool = True) -> Values:
+        """The present values; valid until the next span. State that was never updated is zero.
+
+        Args:
+            param: read the parameters too; else their bytes are undefined where they are not in place.
+        """
         values = self._values(span)
         is_born = span.record is not None and span.record.is_initialised
         tickets = []
         for part in values._parts:
             if part.kind == "state" and not is_born:
                 part.tensor.zero_()
-            elif part.swapped is not None:
+            elif part.swapped is not None and (param or part.kind == "state"):
                 at, tag = part.swapped, TrafficTag(part.kind, CHECKPOINT_STEP)
                 tickets.append(
                     self._store.submit_read(at.key, at.memory, offset=at.offset, priority=Priority.DEMAND, tag=tag)

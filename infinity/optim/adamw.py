@@ -11,6 +11,7 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.groups import FlatGroup
 from infinity.optim.hyper import AdamWHyper
+from infinity.optim.torch_state import states_of
 from infinity.released import ref_of
 from infinity.updates import slots_of
 
@@ -71,6 +72,42 @@ class AdamW(torch.optim.Optimizer):
             if self._engine is not None and ref.access is not self._engine:
                 raise ConfigError("the parameters belong to several engines; build one optimizer per engine")
             self._engine = ref.access
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of `torch.optim.AdamW`, which can load it: the state of every parameter by its index.
+
+        Reads all moments into memory, 8 bytes per parameter that trains. `engine.save()` streams them instead.
+        """
+        states = self._engine.read_optimizer_state() if self._engine is not None else {}
+        # torch makes indices of the parameters in `self.state`, empty at other times: the engine has the state.
+        try:
+            parameters = [parameter for param_group in self.param_groups for parameter in param_group["params"]]
+            for parameter, (group, slot) in zip(parameters, self.slots(), strict=True):
+                found = states.get((group.index, slot))
+                if found is not None:
+                    self.state[parameter] = {"step": torch.tensor(float(found.step)), **found.moments}
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` of this class or of `torch.optim.AdamW` gave; everything is checked first.
+
+        Parameters that it has no state for start as new. Hooks for loading see the parameter groups only.
+
+        Raises:
+            ConfigError: it has other parameter groups, is of another optimizer, or of parameters of other shapes.
+        """
+        slots = [slots_of(params, [ref_of(p) for p in params]) for params in (g["params"] for g in self.param_groups)]
+        states = states_of(state_dict, slots)
+        if self._engine is not None:
+            self._engine.write_optimizer_state(states)
+        # torch would keep the moments in memory, converted to the dtype in which the parameters compute.
+        super().load_state_dict({**state_dict, "state": {}})
+        for param_group, mine in zip(self.param_groups, slots, strict=True):
+            for name, value in self.defaults.items():
+                param_group.setdefault(name, value)
+            self._places.update({(group.index, slot): param_group for group, slot in mine})
 
     def hyper_of(self, group: FlatGroup, slot: int) -> AdamWHyper | None:
         """The hyperparameters of one slot as they are now."""

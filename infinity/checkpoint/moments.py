@@ -1,0 +1,79 @@
+"""The optimizer's state as tensors in memory, for `state_dict()` and `load_state_dict()` of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from infinity.checkpoint.format import MOMENTS
+from infinity.checkpoint.tiers import Tiers
+from infinity.runtime import Runtime
+from infinity.updates import Updates
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """State of one parameter: how often it was updated, and its moments by name, of the parameter's shape."""
+
+    step: int
+    moments: Mapping[str, torch.Tensor]
+
+
+SlotStates = dict[tuple[int, int], SlotState]
+"""By index of the group and number of the slot; parameters that were never updated are left out."""
+
+
+def read_states(runtime: Runtime, updates: Updates) -> SlotStates:
+    """Copies of all moments, in fp32 on the CPU.
+
+    Raises:
+        IterationError: an update was lost, or the running step has been applied in part.
+    """
+    updates.raise_failure()
+    updates.settle("reading the optimizer's state")
+    found: SlotStates = {}
+    for index, state in runtime.states.items():
+        for number, (slot, step) in enumerate(zip(state.group.layout.slots, state.steps, strict=True)):
+            if step:
+                found[index, number] = SlotState(step, {moment: torch.empty(slot.shape) for moment in MOMENTS})
+    with Tiers(runtime) as tiers:
+        for index, state in runtime.states.items():
+            for span in tiers.spans(state.group):
+                values = tiers.read(span, param=False)
+                for number, first, last, start in span.pieces():
+                    if (index, number) in found:
+                        for moment, tensor in found[index, number].moments.items():
+                            flat = tensor.view(-1)[start : start + last - first]
+                            flat.copy_(values.state[moment][first:last])
+    return found
+
+
+def write_states(runtime: Runtime, updates: Updates, states: SlotStates) -> None:
+    """Replace all moments and step counts; what `states` leaves out starts as new. Parameters stay.
+
+    Raises:
+        IterationError: an update was lost, or the running step has been applied in part.
+    """
+    updates.settle("replacing the optimizer's state")
+    with updates.replacing("replacing the optimizer's state"), Tiers(runtime) as tiers:
+        for index, state in runtime.states.items():
+            slots = [states.get((index, number)) for number in range(len(state.group.layout.slots))]
+            for span in tiers.spans(state.group):
+                # The rest of the record, the low halves of the master, belongs to the parameters and stays.
+                values = tiers.read(span, param=False)
+                for moment in MOMENTS:
+                    values.state[moment].zero_()
+                for number, first, last, start in span.pieces():
+                    new = slots[number]
+                    if new is not None:
+                        for moment, tensor in new.moments.items():
+                            flat = tensor.reshape(-1)[start : start + last - first]
+                            values.state[moment][first:last].copy_(flat)
+                if span.record is not None:
+                    is_used = any(slots[piece.slot] is not None for piece in span.record.chunk.pieces)
+                    tiers.write(values, param=False, state=is_used or span.record.is_initialised)
+                    if is_used and span.stop == span.record.chunk.stop:
+                        span.record.is_initialised = True
+            state.steps[:] = [0 if slot is None else slot.step for slot in slots]

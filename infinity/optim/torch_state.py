@@ -1,0 +1,56 @@
+"""The state of an optimizer in torch's format, where parameters are numbered through all parameter groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.format import MOMENTS
+from infinity.checkpoint.moments import SlotState, SlotStates
+from infinity.errors import ConfigError
+from infinity.groups import FlatGroup
+
+
+def states_of(state_dict: Mapping[str, Any], slots: Sequence[Sequence[tuple[FlatGroup, int]]]) -> SlotStates:
+    """What a `state_dict()` says about slots, given as one list per parameter group; the rest is left out.
+
+    Raises:
+        ConfigError: it has other parameter groups, is of another optimizer, or of parameters of other shapes.
+    """
+    try:
+        saved_groups, saved_states = list(state_dict["param_groups"]), dict(state_dict["state"])
+        numbers = [list(group["params"]) for group in saved_groups]
+    except (KeyError, TypeError) as error:
+        raise ConfigError("this is not an optimizer's state_dict(): 'state' or 'param_groups' is missing") from error
+    if list(map(len, numbers)) != list(map(len, slots)):
+        raise ConfigError(
+            f"the state has parameter groups of {list(map(len, numbers))} parameters, the optimizer of "
+            f"{list(map(len, slots))}; build the optimizer with the same groups"
+        )
+    if any(group.get("amsgrad") for group in saved_groups):
+        raise ConfigError("the state is of an optimizer with amsgrad=True, which infinity.AdamW does not have")
+    found: SlotStates = {}
+    for saved, ours in zip(numbers, slots, strict=True):
+        for number, (group, slot) in zip(saved, ours, strict=True):
+            if number in saved_states:
+                found[group.index, slot] = _slot_state(saved_states[number], group, slot)
+    return found
+
+
+def _slot_state(saved: Mapping[str, Any], group: FlatGroup, number: int) -> SlotState:
+    slot = group.layout.slots[number]
+    missing = [name for name in ("step", *MOMENTS) if name not in saved]
+    if missing:
+        raise ConfigError(f"the state of {slot.name!r} has no {missing[0]!r}; give the state of an AdamW")
+    if not group.trainable:
+        raise ConfigError(f"the state has moments of {slot.name!r}, which is frozen here")
+    moments = {}
+    for name in MOMENTS:
+        tensor = saved[name]
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != slot.shape:
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ConfigError(f"{name} of {slot.name!r} is {shape} in the state, but the parameter is {slot.shape}")
+        moments[name] = tensor.detach()
+    return SlotState(int(saved["step"]), moments)
