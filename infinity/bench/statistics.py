@@ -47,15 +47,15 @@ _UNITS_NS = {"ns": 1, "us": 1000, "ms": 1_000_000}
 
 def shares(values_ns: npt.NDArray[np.int64]) -> dict[str, dict[str, float]]:
     """Percent of the latencies up to each step of fio's scale, for nanoseconds, microseconds and milliseconds."""
-    total = max(len(values_ns), 1)
+    ordered = np.sort(values_ns)
+    percent = 100.0 / max(len(ordered), 1)
     found: dict[str, dict[str, float]] = {}
     for unit, factor in _UNITS_NS.items():
         steps = _STEPS if unit != "ms" else (*_STEPS, 2000)
         first = 0 if unit == "ns" else 1  # what is less than one of a unit is counted in the unit before
-        edges = [max(step, first) * factor for step in steps]
-        counts, _ = np.histogram(values_ns, edges)
-        found[unit] = {str(step): 100.0 * int(n) / total for step, n in zip(steps[1:], counts, strict=True)}
-    found["ms"][">=2000"] = 100.0 * int((values_ns > 2_000_000_000).sum()) / total
+        below = np.searchsorted(ordered, [max(step, first) * factor for step in steps])
+        found[unit] = {str(step): percent * int(n) for step, n in zip(steps[1:], np.diff(below), strict=True)}
+    found["ms"][">=2000"] = percent * int((ordered >= 2000 * _UNITS_NS["ms"]).sum())
     return found
 
 

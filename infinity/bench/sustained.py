@@ -107,19 +107,17 @@ def _write(target: Target, total_nbytes: int, interval_s: float, watch: Callable
         started_s = moved_s = time.perf_counter()
         load.start()
         try:
-            at_s, written_nbytes = 0.0, 0
-            while not load.ended.done:
-                load.ended.wait(interval_s)
+            at_s, written_nbytes, is_over = 0.0, 0, False
+            while not is_over:
+                is_over = load.ended.wait(interval_s)
                 before_s, before_nbytes = at_s, written_nbytes
                 written_nbytes = load.moved_nbytes(Op.WRITE)
-                at_s = (load.ended_s if load.ended.done else time.perf_counter()) - started_s
+                at_s = max((load.ended_s if is_over else time.perf_counter()) - started_s, before_s + 1e-9)
                 if written_nbytes > before_nbytes:
                     moved_s = time.perf_counter()
                 elif time.perf_counter() - moved_s > _STALL_S:
                     raise IoTimeoutError(f"{target.directory}: nothing was written for {_STALL_S:.0f} s")
-                points.append(
-                    Point(at_s, written_nbytes, (written_nbytes - before_nbytes) / max(at_s - before_s, 1e-9))
-                )
+                points.append(Point(at_s, written_nbytes, (written_nbytes - before_nbytes) / (at_s - before_s)))
                 watch(points[-1])
         finally:
             load.stop()

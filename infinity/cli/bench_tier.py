@@ -84,6 +84,7 @@ def resolve(arguments: TierArguments) -> TierOptions:
         ConfigError: an option cannot be read.
     """
     is_special = arguments.compare_fio or arguments.sustained is not None
+    block_nbytes = _block(arguments.block)
     profiles = find_profiles(arguments.profiles)
     if not profiles and not is_special:
         profiles = DEFAULT_PROFILES
@@ -95,7 +96,7 @@ def resolve(arguments: TierArguments) -> TierOptions:
         repeats=arguments.repeats or _REPEATS,
         seconds=arguments.seconds,
         file_nbytes=_nbytes("--size", arguments.size),
-        comparison=comparison(_block(arguments.block), arguments.depth) if arguments.compare_fio else None,
+        comparison=comparison(block_nbytes, arguments.depth) if arguments.compare_fio else None,
         comparison_repeats=arguments.repeats or _COMPARISON_REPEATS,
         fio_engine=arguments.fio_engine,
         sustained_nbytes=_nbytes("--sustained", arguments.sustained),
