@@ -13,15 +13,18 @@ are idempotent and none pushes or pops.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
+from infinity.errors import UnsupportedModelError
 from infinity.groups import Unit
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -109,7 +112,7 @@ class UnitHooks:
         post = _uncompiled(self._post_forward)
         return [
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True),
-            module.register_forward_hook(post, always_call=True),
+            module.register_forward_hook(post, always_call=True, with_kwargs=True),
         ]
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -126,10 +129,21 @@ class UnitHooks:
         new_args, new_kwargs = tree_unflatten(flat, spec)
         return new_args, new_kwargs
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._events.post_forward(self._unit)
         if output is not None and torch.is_grad_enabled():
-            watch_outputs(output, self._events.before_backward(self._unit))
+            self._refuse_hidden(output)
+            watch_outputs(output, self._events.before_backward(self._unit), inputs=(args, kwargs))
+
+    def _refuse_hidden(self, output: Any) -> None:
+        """What cannot be seen cannot be watched, and its backward would run without the unit's parameters."""
+        hiding = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__") and not is_dataclass(leaf)]
+        if hiding and not tensors_in(output):
+            raise UnsupportedModelError(
+                f"module {self._unit.name!r} returns a {type(hiding[0]).__name__}, in which no tensor can be seen. "
+                "Return tensors, or tuples, lists, dicts or dataclasses of them, or register the type with "
+                "torch.utils._pytree.register_pytree_node"
+            )
 
     def _post_backward(self) -> None:
         self._events.post_backward(self._unit)
@@ -141,9 +155,27 @@ class UnitHooks:
         raise TypeError(f"module {self._unit.name!r} of an offloaded model cannot be pickled; save and load it instead")
 
 
-def watch_outputs(output: Any, then: Callable[[], None]) -> None:
-    """Call `then` once per backward, before the first node behind any tensor of `output` runs."""
-    outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested containers and dataclasses."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, part.name) for part in fields(leaf)])
+    return found
+
+
+def watch_outputs(output: Any, then: Callable[[], None], inputs: Any = ()) -> None:
+    """Call `then` once per backward, before the first node behind any tensor of `output` runs.
+
+    Args:
+        inputs: what `output` was made of. What is merely passed through has its nodes before the unit, not in it.
+    """
+    # An input that needed no gradient and now has a node was changed in place: that node belongs to the unit.
+    wrapped = [t for t in tensors_in(inputs) if isinstance(t.grad_fn, BackwardCFunction)]
+    passed = {id(_owner(t)) for t in wrapped}
+    outputs = [t for t in tensors_in(output) if t.requires_grad and id(_owner(t)) not in passed]
     if not outputs:
         return
     register_multi_grad_hook(outputs, lambda _: then(), mode="any")
@@ -155,9 +187,13 @@ def watch_outputs(output: Any, then: Callable[[], None]) -> None:
             base.grad_fn.register_prehook(lambda _: then())
 
 
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
 def live_with_graph(output: Any, companion: object) -> bool:
     """Let `companion` live as long as the graph behind `output`. False when no tensor of a graph can be seen in it."""
-    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    tensors = tensors_in(output)
     tensors += [t._base for t in tensors if t._base is not None]  # its node outlives in-place changes of the view
     nodes: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
     for node in nodes:

@@ -1,0 +1,331 @@
+"""What a module does with its outputs and its parameters: in-place changes, views, use by siblings, compilation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from tests.conftest import MakeEngine
+from tests.mechanics.test_iterations import BOTH, nothing_gathered, same, train
+from tests.zoo import Block, Net, batch, build, loss_of
+
+
+class ViewOut(nn.Module):
+    """Returns a view of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(37, 37)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.line(x).view(-1, 37)
+        return y.view(x.shape)
+
+
+class InPlace(Net):
+    """Changes the outputs of its units in place, plain ones and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.views = nn.ModuleList(ViewOut() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block, view in zip(self.blocks, self.views, strict=False):
+            x = block(x)
+            x += 1
+            x = view(x)
+            x *= 0.5
+            x[..., 0] = 0
+        out: Tensor = self.head(x)
+        return out.div_(3)
+
+
+class Sibling(nn.Module):
+    """Reads a parameter of a module that has run long before, and of one that has not run."""
+
+    def __init__(self, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 37)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.gain = nn.Linear(37, 29)
+        self.checkpointing = checkpointing
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.gain.weight.mean()
+        for block in self.blocks:
+            x = block(x) if self.checkpointing is None else self._checkpointed(block, x)
+        out: Tensor = functional.linear(x, self.embed.weight) + self.gain(x)
+        return out
+
+    def _checkpointed(self, block: nn.Module, x: Tensor) -> Any:
+        return checkpoint(self._scaled, block, x, use_reentrant=self.checkpointing)
+
+    def _scaled(self, block: nn.Module, x: Tensor) -> Any:
+        return block(x) @ self.gain.weight.T @ self.gain.weight * 0.1
+
+
+class Skip(Net):
+    """Units that are never called."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks[2](self.embed(ids)))
+        return out
+
+
+@dataclass
+class Parts:
+    """Not a container that torch knows."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Structured(nn.Module):
+    """Units that take and give tuples, dicts, keywords and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 37)
+        self.pairs = nn.ModuleList(Pair() for _ in range(3))
+        self.head = nn.Linear(37, 29)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        state: dict[str, Any] = {"left": self.embed(ids), "right": None}
+        for pair in self.pairs:
+            state = pair(**state)
+        out: Tensor = self.head(state["left"] + state["right"].sum(-1, keepdim=True))
+        return out
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(37, 37), nn.Linear(37, 37)
+
+    def forward(self, *, left: Tensor, right: Tensor | None) -> dict[str, Tensor | None]:
+        right = left if right is None else right
+        return {"left": left + self.a(right), "right": self.b(right).relu()}
+
+
+class Accumulating(nn.Module):
+    """A unit that adds to an input that needed no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adders = nn.ModuleList(Adder() for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Any:
+        total = torch.zeros(*ids.shape, 29)
+        total[..., 0] = 1
+        return self.adders[2](self.adders[1](self.adders[0](total), total.detach().clone()), total.detach().clone())
+
+
+class Adder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(29, 29)
+
+    def forward(self, total: Tensor, more: Tensor | None = None) -> Tensor:
+        if more is not None:
+            more += self.line(total)
+            return more
+        total += self.line(total.clone())
+        return total
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [train(model, optimizer, step) for step in range(4)]
+
+
+@BOTH
+@pytest.mark.parametrize("make", [InPlace, Sibling, Skip, Structured, Accumulating])
+def test_models(offload: MakeEngine, schedule: str, make: type[nn.Module]) -> None:
+    same(offload, make, _steps, schedule=schedule)
+
+
+@BOTH
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_use_by_a_sibling_in_a_recomputation(offload: MakeEngine, schedule: str, reentrant: bool) -> None:
+    same(offload, lambda: Sibling(reentrant), _steps, schedule="synchronous")
+
+
+def test_use_by_a_sibling_in_evaluation(offload: MakeEngine) -> None:
+    model = build(Sibling)
+    engine = offload(model)
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), build(Sibling)(batch(0)))
+    nothing_gathered(engine)
+
+
+def test_an_input_changed_in_place_is_refused(offload: MakeEngine) -> None:
+    """Torch itself refuses, loudly, what happens to an input behind the identity function of the hooks."""
+
+    class Starts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(37, 37)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.line(x.relu_())
+
+    model = nn.Sequential(Starts(), Starts())
+    engine = offload(model, schedule="synchronous")
+    with pytest.raises(RuntimeError, match="is being modified inplace"):
+        model(torch.randn(2, 37, requires_grad=True) * 2)
+    with torch.no_grad():
+        model(torch.randn(2, 37))
+    nothing_gathered(engine)
+
+
+class Hidden:
+    """A container that nobody can look into."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+
+class Containing(nn.Module):
+    """Units that return a container of their own."""
+
+    def __init__(self, container: type[Any]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 37)
+        self.layers = nn.ModuleList(Layer(container) for _ in range(2))
+        self.head = nn.Linear(37, 29)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            parts = layer(x)
+            x = parts.first + parts.second
+        out: Tensor = self.head(x)
+        return out
+
+
+class Layer(nn.Module):
+    def __init__(self, container: type[Any]) -> None:
+        super().__init__()
+        self.line = nn.Linear(37, 37)
+        self.container = container
+
+    def forward(self, x: Tensor) -> Any:
+        return self.container(self.line(x), x)
+
+
+@BOTH
+def test_dataclasses_are_looked_into(offload: MakeEngine, schedule: str) -> None:
+    same(offload, lambda: Containing(Parts), _steps, schedule=schedule)
+
+
+@BOTH
+def test_passing_an_input_through_gathers_nothing(offload: MakeEngine, schedule: str) -> None:
+    """The node behind an input that is returned runs after the unit is released."""
+    engine = same(offload, lambda: Containing(Parts), _steps, schedule=schedule, host={"budget": "64MiB"})
+    assert engine._runtime.gatherer.gathers == 4 * 2 * 4 + 7  # units, both ways, steps; 7 parameters to compare
+
+
+def test_hidden_outputs_are_refused(offload: MakeEngine) -> None:
+    model = build(lambda: Containing(Hidden))
+    engine = offload(model)
+    with pytest.raises(infinity.UnsupportedModelError, match=r"'layers\.0' returns a Hidden.*register_pytree_node"):
+        model(batch(0))
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), build(lambda: Containing(Hidden))(batch(0)))
+    nothing_gathered(engine)
+
+
+OUTSIDE: dict[str, Callable[[nn.Module], object]] = {
+    "clone": lambda m: m.get_parameter("head.weight").clone(),
+    "linear": lambda m: functional.linear(torch.randn(2, 37), m.get_parameter("head.weight")),
+    "zeros_": lambda m: nn.init.zeros_(m.get_parameter("head.weight")),
+    "tolist": lambda m: m.get_parameter("head.weight").tolist(),
+    "numpy": lambda m: m.get_parameter("head.weight").detach().numpy(),
+    "item": lambda m: m.get_parameter("head.weight")[0, 0].item(),
+    "to": lambda m: m.to(torch.float64),
+    "half": lambda m: m.half(),
+    "deepcopy of a parameter": lambda m: copy.deepcopy(m.get_parameter("head.weight")),
+    "print": lambda m: m.get_parameter("head.weight") + 0,
+    "grad": lambda m: setattr(m.get_parameter("head.weight"), "grad", torch.zeros(29, 37)),
+    "data": lambda m: m.get_parameter("head.weight").data.sum(),
+}
+
+
+@pytest.mark.parametrize("operation", OUTSIDE)
+def test_refused_outside_a_forward(offload: MakeEngine, operation: str) -> None:
+    model = build(Net)
+    offload(model, schedule="overlapped")
+    optimizer = infinity.AdamW(model.parameters())
+    with pytest.raises(infinity.NotGatheredError, match=r"'(head|embed)\.weight'.*infinity\.gathered\(module\)"):
+        OUTSIDE[operation](model)
+    train(model, optimizer, 0)
+    with pytest.raises(infinity.NotGatheredError):
+        OUTSIDE[operation](model)
+
+
+def test_state_dict_and_deepcopy_are_refused(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model)
+    with pytest.raises(infinity.NotGatheredError, match=r"embed\.weight"):
+        model.state_dict()
+    with pytest.raises((infinity.NotGatheredError, TypeError)):
+        copy.deepcopy(model)
+    with pytest.raises((infinity.NotGatheredError, TypeError)):
+        copy.deepcopy(model.get_submodule("blocks.0"))
+
+
+# Dynamo asks every input for its gradient, which warns.
+DYNAMO = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@DYNAMO
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_units(offload: MakeEngine, when: str, fullgraph: bool) -> None:
+    def compile_blocks(model: Any) -> None:
+        torch._dynamo.reset()
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=fullgraph)
+
+    plain = build(Net)
+    compile_blocks(plain)
+    expected = _steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    model = build(Net)
+    if when == "before":
+        compile_blocks(model)
+    engine = offload(model, schedule="overlapped")
+    if when == "after":
+        compile_blocks(model)
+    assert _steps(model, infinity.AdamW(model.parameters(), lr=1e-2)) == expected
+    nothing_gathered(engine)
+    torch._dynamo.reset()
+
+
+@DYNAMO
+def test_compiled_model(offload: MakeEngine) -> None:
+    torch._dynamo.reset()
+    plain = build(Net)
+    expected = [train(plain, torch.optim.AdamW(plain.parameters(), lr=0.0, fused=True), step) for step in range(2)]
+    model = build(Net)
+    engine = offload(model, schedule="synchronous")
+    optimizer = infinity.AdamW(model.parameters(), lr=0.0)
+    compiled = torch.compile(model, backend="aot_eager")
+    losses = []
+    for step in range(2):
+        loss = loss_of(compiled, batch(step))  # type: ignore[arg-type]
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    nothing_gathered(engine)
+    torch._dynamo.reset()
