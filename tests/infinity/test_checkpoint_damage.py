@@ -1,0 +1,309 @@
+"""Checkpoints that are missing, damaged or of something else; saving that fails, is killed, or would destroy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.checkpoint import folder as folders
+from infinity.checkpoint.folder import replaced_folder
+from tests.conftest import small_config
+from tests.resume import Run
+from tests.zoo import Net, batch, loss_of
+
+MakeEngine = Callable[..., infinity.Engine]
+_REPOSITORY = Path(__file__).parents[2]
+_TIGHT = {"host": {"budget": "300KiB"}}
+
+
+@pytest.fixture
+def run(offload: MakeEngine) -> Run:
+    """Two steps of a run."""
+    started = Run(lambda model: offload(model, **_TIGHT), Net)
+    started.train(0, 2)
+    return started
+
+
+@pytest.fixture
+def saved(run: Run, tmp_path: Path) -> Path:
+    run.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def _change(path: Path, change: Callable[[bytearray], object]) -> None:
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def _flip(data: bytearray) -> None:
+    data[-5] ^= 1
+
+
+def _rewrite_index(folder: Path, **changes: Any) -> None:
+    path = folder / "checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _remove(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+_GROUP = "group-00001.safetensors"
+_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "nothing": (lambda f: f.rename(f.with_name("moved")), "nothing is there"),
+    "no index": (lambda f: _remove(f, "checkpoint.json"), "checkpoint.json is missing"),
+    "cut index": (lambda f: _change(f / "checkpoint.json", lambda d: d.pop()), "is damaged: it is not JSON"),
+    "changed index": (lambda f: _rewrite_index(f, step=7), "its checksum is wrong"),
+    "foreign index": (lambda f: (f / "checkpoint.json").write_text("{}"), "does not belong to a checkpoint"),
+    "version": (lambda f: _rewrite_index(f, version=2), "version 2, this infinity reads version 1"),
+    "no file": (lambda f: _remove(f, _GROUP), f"{_GROUP} is damaged: the file is missing"),
+    "cut file": (lambda f: _change(f / _GROUP, lambda d: d.pop()), f"{_GROUP} is damaged"),
+    "empty file": (lambda f: _change(f / _GROUP, lambda d: d.clear()), f"{_GROUP} is damaged"),
+    "other file": (lambda f: (f / "group-00002.safetensors").rename(f / _GROUP), "is not what the index says"),
+    "no extra": (lambda f: _remove(f, "extra.pt"), "extra.pt is damaged: the file is missing"),
+    "changed extra": (lambda f: _change(f / "extra.pt", _flip), "extra.pt is damaged: its checksum is wrong"),
+}
+
+
+@pytest.mark.parametrize("name", _DAMAGES)
+def test_what_cannot_be_loaded_changes_nothing(run: Run, saved: Path, name: str) -> None:
+    damage, message = _DAMAGES[name]
+    damage(saved)
+    before = run.parameters()
+    with pytest.raises(infinity.CheckpointError, match=message):
+        run.load(saved)
+    assert _equal(before, run.parameters())
+    run.train(2, 3)
+
+
+def test_a_flipped_bit_is_noticed_and_a_good_checkpoint_heals(run: Run, saved: Path, tmp_path: Path) -> None:
+    run.save(tmp_path / "good")
+    losses = run.train(2, 4)
+    _change(saved / _GROUP, _flip)
+    with pytest.raises(infinity.CheckpointError, match=r"the checksum of \w+ of 'blocks\.\S+' is wrong"):
+        run.load(saved)
+    with pytest.raises(infinity.IterationError, match="failed half-way"):
+        run.train(2, 3)
+    with pytest.raises(infinity.IterationError, match="failed half-way"):
+        run.save(tmp_path / "mixed")
+    assert not (tmp_path / "mixed").exists()
+    run.engine.reset_iteration()
+    run.load(tmp_path / "good")
+    assert run.train(2, 4) == losses
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Net(blocks=3), r"it has 'blocks\.3\.\S+', .* and 1 more, which the model does not have"),
+        (lambda: Net(blocks=5), r"it lacks 'blocks\.4\.\S+'"),
+        (lambda: Net(hidden=54), r"'blocks\.0\.up\.weight' has shape \(53, 37\) there and \(54, 37\) here"),
+        (lambda: Net(tied=True), r"it has 'head\.weight', which the model does not have"),
+    ],
+    ids=["fewer", "more", "shape", "tied"],
+)
+def test_another_model_is_refused(
+    offload: MakeEngine, saved: Path, make: Callable[[], nn.Module], message: str
+) -> None:
+    other = Run(lambda model: offload(model, **_TIGHT), make)
+    before = other.parameters()
+    with pytest.raises(infinity.CheckpointError, match=message):
+        other.load(saved)
+    assert _equal(before, other.parameters())
+
+
+def test_losing_optimizer_state_is_refused(offload: MakeEngine, saved: Path) -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    with pytest.raises(infinity.CheckpointError, match=r"'head\.weight' was trained there and is frozen here"):
+        offload(model).load(saved)
+
+
+def test_another_optimizer_is_refused(run: Run, offload: MakeEngine, saved: Path, tmp_path: Path) -> None:
+    model = Net()
+    engine = offload(model)
+    first, *rest = model.parameters()
+    optimizer = infinity.AdamW([{"params": [first]}, {"params": rest}], lr=1e-3)
+    with pytest.raises(infinity.CheckpointError, match="has 2 parameter groups, the one of the checkpoint 1"):
+        engine.load(saved, optimizer=optimizer)
+    run.engine.save(saved)
+    with pytest.raises(infinity.CheckpointError, match="saved without an optimizer"):
+        engine.load(saved, optimizer=optimizer)
+    with pytest.raises(infinity.ConfigError, match="not offloaded by this engine"):
+        run.engine.save(saved, optimizer=optimizer)
+    run.save(saved)
+    rest_model = Net()
+    part = infinity.offload(rest_model, small_config(tmp_path))
+    only = infinity.AdamW(rest_model.blocks.parameters())
+    with part, pytest.raises(infinity.CheckpointError, match="parameter group 0 of the optimizer does not hold"):
+        part.load(saved, optimizer=only)
+
+
+# Saving --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_replaced_whole(run: Run, saved: Path) -> None:
+    (saved / "old").write_text("")
+    losses = run.train(2, 3)
+    run.save(saved)
+    assert not (saved / "old").exists()
+    assert [path.name for path in saved.parent.iterdir() if "saved" in path.name] == ["saved"]
+    after = run.train(3, 4)
+    run.load(saved)
+    assert run.train(3, 4) == after
+    assert losses != after
+
+
+def test_what_is_not_a_checkpoint_is_not_replaced(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").write_text("text")
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for name in ("mine", "file", "link"):
+        with pytest.raises(infinity.CheckpointError, match="is not a checkpoint, so it is not replaced"):
+            run.save(tmp_path / name)
+    with pytest.raises(infinity.CheckpointError, match="could not be written: "):
+        run.save(tmp_path / "file" / "below")
+    assert (tmp_path / "mine" / "thesis").read_text() == "text"
+    (tmp_path / "empty").mkdir()
+    run.save(tmp_path / "empty")
+
+
+def test_extra_that_cannot_be_read_back_is_refused(run: Run, saved: Path) -> None:
+    before = (saved / "checkpoint.json").read_bytes()
+    for extra in ({"function": lambda: None}, {"object": Path("x")}):
+        with pytest.raises(infinity.CheckpointError, match="`extra` holds something"):
+            run.engine.save(saved, extra=extra)
+    run.optimizer.param_groups[0]["mark"] = object()
+    with pytest.raises(infinity.CheckpointError, match="the optimizer's setting 'mark'"):
+        run.save(saved)
+    assert (saved / "checkpoint.json").read_bytes() == before
+
+
+def test_the_middle_of_an_overlapped_step_is_refused(offload: MakeEngine, saved: Path) -> None:
+    run = Run(lambda model: offload(model, schedule="overlapped"), Net)
+    loss_of(run.model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    for act in (run.save, run.load):
+        with pytest.raises(infinity.IterationError, match=r"in the middle of a step.*Call optimizer\.step\(\) first"):
+            act(saved)
+    run.optimizer.step()
+    run.load(saved)
+
+
+def test_gradients_that_wait_are_kept_by_saving_and_discarded_by_loading(run: Run, saved: Path) -> None:
+    loss_of(run.model, batch(9)).backward()  # type: ignore[no-untyped-call]
+    run.load(saved)
+    losses = run.train(2, 4)
+    run.load(saved)
+    loss_of(run.model, batch(2)).backward()  # type: ignore[no-untyped-call]
+    run.engine.save(saved.with_name("other"))
+    run.optimizer.step()
+    changed = run.parameters()
+    run.load(saved)
+    assert run.train(2, 4) == losses
+    assert not _equal(changed, run.parameters())
+
+
+def test_edits(run: Run, saved: Path, tmp_path: Path) -> None:
+    """What was written back is saved; what is being edited is refused; nothing is loaded under a user's hands."""
+    block = run.model.get_submodule("blocks.2")
+    with infinity.gathered(block), torch.no_grad():
+        with pytest.raises(infinity.CheckpointError, match=r"load outside a forward and outside `gathered\(\)`"):
+            run.load(saved)
+        block.get_parameter("up.weight").fill_(3.0)
+        with pytest.raises(infinity.CheckpointError, match="changed in place and not written back yet"):
+            run.save(tmp_path / "edited")
+    run.save(tmp_path / "edited")
+    wanted = run.parameters()
+    assert bool((wanted["blocks.2.up.weight"] == 3).all())
+    run.load(saved)
+    run.load(tmp_path / "edited")
+    assert _equal(wanted, run.parameters())
+
+
+# The folder ------------------------------------------------------------------------------------------------------
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from infinity.checkpoint.folder import replaced_folder
+with replaced_folder(Path(sys.argv[1]), lambda there: True) as made:
+    (made / "content").write_text("new")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _write(path: Path, text: str) -> None:
+    with replaced_folder(path, lambda there: (there / "content").exists()) as made:
+        assert not list(made.iterdir())
+        (made / "content").write_text(text)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_killed_process_leaves_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    path = tmp_path / "deep" / "folder"
+    _write(path, "old")
+    command = [sys.executable, "-c", _KILLED, str(path)]
+    assert subprocess.run(command, cwd=_REPOSITORY, timeout=50, check=False).returncode == -9
+    assert (path / "content").read_text() == "old"
+    assert (tmp_path / "deep" / ".folder.saving").exists()
+    _write(path, "newer")
+    assert (path / "content").read_text() == "newer"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_failure_inside_leaves_the_old_folder(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    _write(path, "old")
+    with (
+        pytest.raises(infinity.CheckpointError, match="No space left on device; the one that was there before"),
+        replaced_folder(path, lambda there: True) as made,
+    ):
+        (made / "content").write_text("new")
+        raise OSError(28, "No space left on device")
+    with pytest.raises(KeyboardInterrupt), replaced_folder(path, lambda there: True):
+        raise KeyboardInterrupt
+    assert (path / "content").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_cannot_save_to_one_place(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    with replaced_folder(path, lambda there: True) as made:
+        (made / "content").write_text("first")
+        with pytest.raises(infinity.CheckpointError, match="another process is saving to"):
+            _write(path, "second")
+    assert (path / "content").read_text() == "first"
+
+
+def test_an_interrupted_exchange_is_pointed_out(run: Run, saved: Path) -> None:
+    saved.rename(saved.with_name(".saved.before"))
+    with pytest.raises(infinity.CheckpointError, match=r"the one before is at .*\.saved\.before: use it"):
+        run.load(saved)
+    run.load(saved.with_name(".saved.before"))
+
+
+def test_a_closed_engine_neither_saves_nor_loads(tmp_path: Path) -> None:
+    engine = infinity.offload(Net(), small_config(tmp_path))
+    engine.close()
+    for act in (engine.save, engine.load):
+        with pytest.raises(infinity.InfinityError, match="closed"):
+            act(tmp_path / "saved")
