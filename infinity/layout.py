@@ -34,7 +34,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPiece:
-    """The part of one slot that lies in a chunk; `start` and `stop` are elements relative to the chunk."""
+    """The part of one slot that lies in a chunk, never empty; `start` and `stop` are elements within the chunk."""
 
     slot: int
     start: int
@@ -96,7 +96,7 @@ class FlatLayout:
             pieces = tuple(
                 ChunkPiece(number, max(slot.offset, start) - start, min(slot.stop, stop) - start)
                 for number, slot in enumerate(self.slots)
-                if slot.offset < stop and slot.stop > start
+                if slot.numel and slot.offset < stop and slot.stop > start
             )
             chunks.append(Chunk(index, start, stop, pieces))
         return tuple(chunks)
