@@ -12,6 +12,8 @@ from types import FrameType
 
 import typer
 
+from infinity.cli.logs import shown_logs
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -27,10 +29,10 @@ def reported(*, debug: bool) -> Iterator[None]:
     """Turn what goes wrong inside into a message and an exit code.
 
     Args:
-        debug: show the traceback as well.
+        debug: show the traceback as well, and log messages from INFO on.
     """
     try:
-        with _terminated_like_interrupted():
+        with shown_logs(debug=debug), _terminated_like_interrupted():
             yield
     except (typer.Exit, typer.Abort):
         raise

@@ -133,7 +133,7 @@ def train(
     """Train a byte-level transformer whose state is larger than the memory it may use.
 
     \b
-    infinity train                                       the default model, about two minutes
+    infinity train                            the default model, a minute or two
     infinity train --preset tiny --baseline --precision fp32
     infinity train --preset 1b --nvme /mnt/a --nvme /mnt/b --host-budget 4GiB
     infinity train --data books/ --layers 24 --hidden 1024 --save run1
