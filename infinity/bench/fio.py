@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -17,8 +18,27 @@ from infinity.bench.tier import Measurement, Progress, ready
 from infinity.errors import ConfigError, InfinityError
 
 DEFAULT_FIO_ENGINE = "libaio"
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35: malloc advises huge pages
 _THREADED_ENGINES = ("psync", "sync", "vsync", "pvsync", "pvsync2")  # one call at a time: depth is a number of threads
 _GRACE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class FioSetup:
+    """How fio is run.
+
+    Attributes:
+        engine: its `ioengine`.
+        huge_pages: put its buffers in huge pages, as ours are. By itself it does not, and then a drive gets more and
+            smaller segments.
+    """
+
+    engine: str = DEFAULT_FIO_ENGINE
+    huge_pages: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}, huge pages" if self.huge_pages else self.engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +129,7 @@ def fio_version() -> str:
 
 
 def compare(
-    profile: Profile, target: Target, *, repeats: int, seconds: float, fio_engine: str, progress: Progress
+    profile: Profile, target: Target, *, repeats: int, seconds: float, setup: FioSetup, progress: Progress
 ) -> list[Comparison]:
     """Run every workload of a profile on both sides in turn; who begins changes with every repeat.
 
@@ -130,23 +150,26 @@ def compare(
         with ready(workload, BenchEngine.DIRECT, [target]) as runner:
             for number in range(repeats):
                 if number % 2:
-                    theirs.append(run_fio(workload, target, seconds, fio_engine))
+                    theirs.append(run_fio(workload, target, seconds, setup))
                 ours.append(runner.run(seconds))
                 if not number % 2:
-                    theirs.append(run_fio(workload, target, seconds, fio_engine))
+                    theirs.append(run_fio(workload, target, seconds, setup))
         results.append(Comparison(workload, tuple(ours), tuple(theirs)))
     return results
 
 
-def run_fio(workload: Workload, target: Target, seconds: float, engine: str = DEFAULT_FIO_ENGINE) -> FioRun:
+def run_fio(workload: Workload, target: Target, seconds: float, setup: FioSetup) -> FioRun:
     """One run of fio on the file of `target`.
 
     Raises:
         InfinityError: it failed, or did not end.
     """
-    command = [find_fio(), *_arguments(workload, target, seconds, engine)]
+    command = [find_fio(), *_arguments(workload, target, seconds, setup.engine)]
+    environment = os.environ | (_HUGE_PAGES if setup.huge_pages else {})
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=seconds + _GRACE_S, check=False)
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=seconds + _GRACE_S, check=False, env=environment
+        )
     except subprocess.TimeoutExpired as error:
         raise InfinityError(f"fio has not ended {_GRACE_S:.0f} s after its time was over; it was stopped") from error
     if answer.returncode != 0:

@@ -208,7 +208,8 @@ def _comparisons(result: BenchResult) -> dict[str, Any]:
         "directory": first,
         "directories": by_directory,
         "fio_version": result.fio_version,
-        "fio_engine": result.fio_engine,
+        "fio_engine": result.fio_setup.engine,
+        "fio_huge_pages": result.fio_setup.huge_pages,
     }
 
 

@@ -117,7 +117,7 @@ def _comparison_part(result: BenchResult) -> str:
             cells.append((row.workload.mix, f"{row.ratio:.2f}", f"{row.paired_ratio.median:.2f}", *cpu))
         head = ("mix", "ratio", "ratio of pairs", "CPU s/GB", "CPU s/GB of fio", "ratio")
         parts.append(bars(shown, f"{directory}, median of {len(rows[0].ours)}, in turns") + _table(head, cells))
-    title = f"<h2>Beside {escape(result.fio_version)} ({escape(result.fio_engine)})</h2>"
+    title = f"<h2>Beside {escape(result.fio_version)} ({escape(result.fio_setup.name)})</h2>"
     return title + "".join(parts) if parts else ""
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from infinity.bench.engines import BenchEngine
-from infinity.bench.fio import DEFAULT_FIO_ENGINE, compare, find_fio, fio_version
+from infinity.bench.fio import FioSetup, compare, find_fio, fio_version
 from infinity.bench.machine import describe_drive, describe_machine
 from infinity.bench.profiles import Profile
 from infinity.bench.result import BenchResult, Drive
@@ -42,7 +42,7 @@ class TierOptions:
     file_nbytes: int | None = None
     comparison: Profile | None = None
     comparison_repeats: int = 5
-    fio_engine: str = DEFAULT_FIO_ENGINE
+    fio: FioSetup = field(default_factory=FioSetup)
     sustained_nbytes: int | None = None
     measures_memory: bool = True
 
@@ -122,14 +122,14 @@ def _usable(engine: BenchEngine, targets: list[Target]) -> BenchEngine | None:
 def _compare(options: TierOptions, targets: list[Target], result: BenchResult, progress: Progress) -> None:
     if options.comparison is None:
         return
-    result.fio_version, result.fio_engine = fio_version(), options.fio_engine
+    result.fio_version, result.fio_setup = fio_version(), options.fio
     for target in targets:
         rows = compare(
             options.comparison,
             target,
             repeats=options.comparison_repeats,
             seconds=options.seconds,
-            fio_engine=options.fio_engine,
+            setup=options.fio,
             progress=progress,
         )
         directory = str(target.directory)

@@ -27,7 +27,7 @@ def show(result: BenchResult) -> RenderableType:
     for directories in dict.fromkeys(series.directories for series in result.series):
         parts.append(_series_table([one for one in result.series if one.directories == directories], directories))
     for directory, rows in result.comparisons.items():
-        parts.append(_comparison_table(rows, directory, f"{result.fio_version}, {result.fio_engine}"))
+        parts.append(_comparison_table(rows, directory, f"{result.fio_version}, {result.fio_setup.name}"))
     if result.memory is not None:
         parts.append(_memory_table(result.memory))
         parts += [Text(note) for note in result.memory.notes]

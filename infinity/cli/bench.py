@@ -77,6 +77,10 @@ def tier(
     block: Annotated[str, typer.Option(help="Block size of --compare-fio.", rich_help_panel=_HOW)] = "1MiB",
     depth: Annotated[int, typer.Option(min=1, help="Queue depth of --compare-fio.", rich_help_panel=_HOW)] = 8,
     fio_engine: Annotated[str, typer.Option(help="fio's --ioengine.", rich_help_panel=_HOW)] = "libaio",
+    fio_huge_pages: Annotated[
+        bool,
+        typer.Option("--fio-huge-pages", help="Put fio's buffers in huge pages, as ours are.", rich_help_panel=_HOW),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the result to this file, in fio's shape.", rich_help_panel=_OUTPUT)
     ] = None,
@@ -117,6 +121,7 @@ def tier(
                 block=block,
                 depth=depth,
                 fio_engine=fio_engine,
+                fio_huge_pages=fio_huge_pages,
                 json=json,
                 fio_files=fio_files,
                 html=html,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.bench.engines import parse_engines
+from infinity.bench.fio import FioSetup
 from infinity.bench.fio_json import to_files, to_json
 from infinity.bench.html import to_html
 from infinity.bench.profiles import DEFAULT_PROFILES, comparison, find_profiles
@@ -38,6 +39,7 @@ class TierArguments:
     block: str
     depth: int
     fio_engine: str
+    fio_huge_pages: bool
     json: Path | None
     fio_files: Path | None
     html: Path | None
@@ -98,7 +100,7 @@ def resolve(arguments: TierArguments) -> TierOptions:
         file_nbytes=_nbytes("--size", arguments.size),
         comparison=comparison(block_nbytes, arguments.depth) if arguments.compare_fio else None,
         comparison_repeats=arguments.repeats or _COMPARISON_REPEATS,
-        fio_engine=arguments.fio_engine,
+        fio=FioSetup(arguments.fio_engine, arguments.fio_huge_pages),
         sustained_nbytes=_nbytes("--sustained", arguments.sustained),
         measures_memory=measures_memory,
     )

@@ -170,12 +170,12 @@ def test_a_directory_given_twice_is_refused(tmp_path: Path) -> None:
 
 
 _FAKE_FIO = """#!{python}
-import json, sys
+import json, os, sys
 if "--version" in sys.argv:
     print("fio-9.9")
     sys.exit(0)
 with open({log!r}, "a") as log:
-    log.write(json.dumps(sys.argv[1:]) + "\\n")
+    log.write(json.dumps([*sys.argv[1:], os.environ.get("GLIBC_TUNABLES", "")]) + "\\n")
 if {fails}:
     sys.exit("no such ioengine")
 job = {{"read": {{"bw_bytes": 1000000, "io_bytes": 500000}}, "write": {{"bw_bytes": 0, "io_bytes": 0}},
@@ -223,15 +223,23 @@ def test_fio_that_fails_says_how_it_was_called(tmp_path: Path, monkeypatch: pyte
         open_target(tmp_path, FILE_NBYTES) as target,
         pytest.raises(InfinityError, match=r"no such ioengine\ncommand: .*--rw=read"),
     ):
-        fio.run_fio(block_load("x", 100, MIB, 4), target, 0.1)
+        fio.run_fio(block_load("x", 100, MIB, 4), target, 0.1, fio.FioSetup())
 
 
 def test_threaded_fio_engines_get_threads_instead_of_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = _fake_fio(tmp_path, monkeypatch)
     with open_target(tmp_path, FILE_NBYTES) as target:
-        fio.run_fio(block_load("x", 50, MIB, 4), target, 0.1, "psync")
+        fio.run_fio(block_load("x", 50, MIB, 4), target, 0.1, fio.FioSetup("psync"))
     call = log.read_text()
     assert all(part in call for part in ("--numjobs=4", "--iodepth=1", f"--offset_increment={8 * MIB}", "--rw=rw"))
+
+
+def test_fio_gets_huge_pages_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = _fake_fio(tmp_path, monkeypatch)
+    with open_target(tmp_path, FILE_NBYTES) as target:
+        for huge_pages in (False, True):
+            fio.run_fio(block_load("x", 0, MIB, 4), target, 0.1, fio.FioSetup(huge_pages=huge_pages))
+    assert ["hugetlb=1" in call for call in log.read_text().splitlines()] == [False, True]
 
 
 def test_fio_output_that_is_none() -> None:
