@@ -27,9 +27,6 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
-
 
 class OtherBlock(Block):
     """The same, of another class."""
@@ -44,9 +41,6 @@ class Net(nn.Module):
             self.add_module(name, child)
         for name, parameter in (parameters or {}).items():
             self.register_parameter(name, parameter)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
