@@ -23,7 +23,7 @@ from infinity.optim.kernels import kernel_for
 from infinity.placement import Placement, Request, make_placement
 from infinity.released import Access
 from infinity.runtime import Runtime
-from infinity.units import UnitSpec, partition
+from infinity.units import ROOT_NAME, UnitSpec, partition
 
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
 _HOST_SHARE = 2
@@ -99,7 +99,7 @@ def _make_groups(
             shard, compute = _dtypes(own[0].name, dtype, trainable, precision, kernel, compute_dtype)
             kind = str(dtype).removeprefix("torch.") + ("" if trainable else ".frozen")
             group = FlatGroup(
-                len(groups), f"{spec.name or 'root'}/{kind}", own, shard_dtype=shard, compute_dtype=compute
+                len(groups), f"{spec.name or ROOT_NAME}/{kind}", own, shard_dtype=shard, compute_dtype=compute
             )
             groups.append(group)
             mine[group.index] = group

@@ -3,7 +3,8 @@
 The outermost repeated blocks of a model (children of one class in a `ModuleList`, `Sequential` or `ModuleDict`) are
 units; so is every other module that owns at least `resident_threshold` bytes of parameters itself. What is left is
 packed into one *resident* unit that stays on the device. A unit gathers its whole subtree, because modules such as
-`nn.MultiheadAttention` read the parameters of children whose forward they never call.
+`nn.MultiheadAttention` read the parameters of children whose forward they never call. A module without a forward, such
+as `nn.ParameterList`, is never a unit, because nothing would gather it: its parameters count as its parent's own.
 
 A parameter that several modules share belongs to the first unit that holds it and is *borrowed* by the others: one
 shard, several users.
@@ -20,7 +21,9 @@ from infinity.errors import UnsupportedModelError
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _MIN_REPEATS = 2
-
+# Names of what is no module's path; they cannot be attribute names.
+RESIDENT_NAME = "(resident)"
+ROOT_NAME = "(root)"
 
 Owners = list[tuple[nn.Module, str]]
 
@@ -73,14 +76,16 @@ def partition(
         unit_classes: classes, or their names, whose outermost instances are the blocks; empty finds repeated blocks.
 
     Raises:
-        UnsupportedModelError: `unit_classes` matches nothing, or a parameter is a lazy or subclassed tensor.
+        UnsupportedModelError: `unit_classes` matches nothing, or modules without a forward; or a parameter is a lazy,
+            sparse, complex or subclassed tensor.
     """
     parameters = find_parameters(model)
     _refuse_unsupported(parameters)
-    blocks = list(_match_blocks(model, unit_classes) if unit_classes else _repeated_blocks(model, ""))
-    if unit_classes and not blocks:
-        wanted = ", ".join(c if isinstance(c, str) else c.__name__ for c in unit_classes)
-        raise UnsupportedModelError(f"unit_classes names {wanted}, but no module of the model is of such a class")
+    if unit_classes:
+        blocks = _outermost(_match_blocks(model, "", unit_classes))
+        _refuse_unmatched(blocks, unit_classes)
+    else:
+        blocks = _outermost(_repeated_blocks(model, ""))
     inside = {id(m) for _, block in blocks for m in block.modules()}
     chosen = blocks + list(_large_owners(model, inside, resident_threshold_nbytes))
     order = {id(m): position for position, m in enumerate(model.modules())}
@@ -105,6 +110,30 @@ def _refuse_unsupported(parameters: Sequence[Owned]) -> None:
             )
 
 
+def _refuse_unmatched(blocks: Sequence[tuple[str, nn.Module]], unit_classes: Sequence[str | type[nn.Module]]) -> None:
+    if not blocks:
+        wanted = ", ".join(c if isinstance(c, str) else c.__name__ for c in unit_classes)
+        raise UnsupportedModelError(f"unit_classes names {wanted}, but no module of the model is of such a class")
+    for name, module in blocks:
+        if not _is_called(module):
+            raise UnsupportedModelError(
+                f"unit_classes names {type(module).__name__}, but {name or 'the model'!r} has no forward, so its "
+                "parameters would never be gathered. Name the class of a module around it that is called"
+            )
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward; a container such as `nn.ModuleList` has none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _outermost(found: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Each module once, under its first name, and none that lies in another one. A shared module has several names."""
+    modules = {id(module): (name, module) for name, module in reversed(list(found))}
+    inner = {id(part) for _, module in modules.values() for part in module.modules() if part is not module}
+    return [entry for key, entry in reversed(modules.items()) if key not in inner]
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
@@ -118,25 +147,20 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
                 counts[type(child)] = counts.get(type(child), 0) + 1
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if counts.get(type(child), 0) >= _MIN_REPEATS and not isinstance(child, _CONTAINERS):
+        if counts.get(type(child), 0) >= _MIN_REPEATS and not isinstance(child, _CONTAINERS) and _is_called(child):
             yield path, child
         else:
             yield from _repeated_blocks(child, path)
 
 
-def _match_blocks(model: nn.Module, unit_classes: Sequence[str | type[nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    names = {c for c in unit_classes if isinstance(c, str)}
-    classes = tuple(c for c in unit_classes if not isinstance(c, str))
-
-    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in module.named_children():
-            path = f"{prefix}.{name}" if prefix else name
-            if type(child).__name__ in names or isinstance(child, classes):
-                yield path, child
-            else:
-                yield from walk(child, path)
-
-    return walk(model, "")
+def _match_blocks(
+    module: nn.Module, path: str, unit_classes: Sequence[str | type[nn.Module]]
+) -> Iterator[tuple[str, nn.Module]]:
+    if any(type(module).__name__ == c if isinstance(c, str) else isinstance(module, c) for c in unit_classes):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _match_blocks(child, f"{path}.{name}" if path else name, unit_classes)
 
 
 def _large_owners(model: nn.Module, inside: set[int], threshold_nbytes: int) -> Iterator[tuple[str, nn.Module]]:
@@ -145,10 +169,18 @@ def _large_owners(model: nn.Module, inside: set[int], threshold_nbytes: int) -> 
     for name, module in model.named_modules():
         if id(module) in inside or id(module) in taken:
             continue
-        own = [p for p in module._parameters.values() if p is not None]
-        if own and sum(p.numel() * p.element_size() for p in own) >= threshold_nbytes:
+        own = {id(p): p for p in _direct_parameters(module)} if _is_called(module) else {}
+        if own and sum(p.numel() * p.element_size() for p in own.values()) >= threshold_nbytes:
             taken.update(id(m) for m in module.modules())
             yield name, module
+
+
+def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of the module itself and of children that have no forward of their own."""
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    for child in module.children():
+        if not _is_called(child):
+            yield from _direct_parameters(child)
 
 
 def _assign(
@@ -171,7 +203,7 @@ def _assign(
             specs.append(spec)
     rest = [entry for entry in parameters if id(entry.parameter) not in owned_by]
     if rest:
-        specs.append(UnitSpec("resident", model, rest, [], resident=True))
+        specs.append(UnitSpec(RESIDENT_NAME, model, rest, [], resident=True))
     return specs
 
 

@@ -1,299 +1,372 @@
-"""Partition into units: repeated blocks, large owners, what is left, and parameters that several modules share."""
-
-from __future__ import annotations
+"""Partition into units: every parameter is in exactly one, and each is gathered by everyone who may read it."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import infinity
 from infinity.errors import UnsupportedModelError
-from infinity.units import UnitSpec, find_parameters, partition
+from infinity.released import OffloadedParameter
+from infinity.units import RESIDENT_NAME, UnitSpec, find_parameters, partition
+from tests import zoo
+from tests.conftest import MakeEngine
 
 KIB = 1024
 
 
 class Block(nn.Module):
-    """A block of two layers."""
+    """A block of 3.2 KiB; `inner` puts repeated children into it."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, inner: int = 0) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
-
-
-class OtherBlock(Block):
-    """The same, of another class."""
-
-
-class Net(nn.Module):
-    """Children by name, and parameters of the root."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter] | None = None, **children: nn.Module) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-        for name, parameter in (parameters or {}).items():
-            self.register_parameter(name, parameter)
+        self.line = nn.Linear(24, 33)
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(inner))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
-def split(model: nn.Module, threshold: int = 64 * KIB, **options: object) -> list[UnitSpec]:
-    return partition(model, resident_threshold_nbytes=threshold, **options)  # type: ignore[arg-type]
+class Model(nn.Module):
+    """Holds what it is given by name."""
+
+    def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
-def names(specs: list[UnitSpec]) -> list[str]:
-    return ["resident" if spec.resident else spec.name for spec in specs]
+def blocks(n: int) -> nn.ModuleList:
+    return nn.ModuleList(Block() for _ in range(n))
 
 
-def own(spec: UnitSpec) -> list[str]:
-    return [entry.name for entry in spec.own]
+def split(model: nn.Module, threshold_nbytes: int = KIB, **settings: object) -> dict[str, UnitSpec]:
+    """Units by name. Checks what holds for every partition."""
+    specs = partition(model, resident_threshold_nbytes=threshold_nbytes, **settings)  # type: ignore[arg-type]
+    check(model, specs)
+    return {spec.name: spec for spec in specs}
 
 
-def borrowed(spec: UnitSpec) -> list[str]:
-    return [entry.name for entry in spec.borrowed]
-
-
-@pytest.mark.parametrize(
-    ("container", "expected"),
-    [
-        (nn.ModuleList([Block(), Block(), Block()]), ["blocks.0", "blocks.1", "blocks.2"]),
-        (nn.Sequential(Block(), Block()), ["blocks.0", "blocks.1"]),
-        (nn.ModuleDict({"a": Block(), "b": Block()}), ["blocks.a", "blocks.b"]),
-        (nn.ModuleList([Block(), OtherBlock(), Block()]), ["blocks.0", "blocks.2"]),
-        (nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])]), ["blocks.0.0", "blocks.0.1"]),
-        (nn.ModuleList([nn.Sequential(Block(), nn.ReLU(), Block())]), ["blocks.0.0", "blocks.0.2"]),
-        (nn.Sequential(nn.ReLU(), nn.ReLU(), Block(), Block()), ["blocks.2", "blocks.3"]),
-    ],
-    ids=["list", "sequential", "dict", "mixed", "nested-lists", "sequential-in-list", "activations"],
-)
-def test_repeated_blocks_are_units(container: nn.Module, expected: list[str]) -> None:
-    specs = split(Net(blocks=container, norm=nn.LayerNorm(8)))
-    assert [spec.name for spec in specs if not spec.resident] == expected
-    assert specs[-1].resident
-    assert own(specs[-1])[-2:] == ["norm.weight", "norm.bias"]
-
-
-def test_blocks_inside_blocks_belong_to_the_outer_one() -> None:
-    experts = [Net(router=nn.Linear(4, 4), experts=nn.ModuleList([Block(), Block()])) for _ in range(2)]
-    specs = split(nn.ModuleList(experts))
-    assert names(specs) == ["0", "1"]
-    assert len(own(specs[0])) == 2 + 2 * 4
-
-
-def test_two_stacks_as_in_an_encoder_and_decoder() -> None:
-    shared = nn.Embedding(512, 64)
-    head = nn.Linear(64, 512, bias=False)
-    head.weight = shared.weight
-    encoder = Net(embed=shared, block=nn.ModuleList([Block(), Block()]), norm=nn.LayerNorm(8))
-    decoder = Net(embed=shared, block=nn.ModuleList([OtherBlock(), OtherBlock()]), norm=nn.LayerNorm(8))
-    specs = split(Net(shared=shared, encoder=encoder, decoder=decoder, head=head))
-    assert names(specs) == [
-        *("shared", "encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1", "head", "resident")
-    ]
-    assert own(specs[0]) == ["shared.weight"]
-    assert (own(specs[5]), borrowed(specs[5])) == ([], ["shared.weight"])
-    assert len(specs[0].own[0].owners) == 2  # the embedding is one module under three names; the head is the other
-    assert own(specs[6]) == [f"{side}.norm.{name}" for side in ("encoder", "decoder") for name in ("weight", "bias")]
-
-
-def test_a_single_large_layer_is_one_unit() -> None:
-    model = nn.Linear(256, 256)
-    (spec,) = split(model)
-    assert (spec.name, spec.module, spec.resident) == ("", model, False)
-    assert own(spec) == ["weight", "bias"]
-
-
-def test_a_single_small_layer_stays_on_the_device() -> None:
-    (spec,) = split(nn.Linear(4, 4))
-    assert spec.resident
-
-
-def test_a_large_parameter_of_the_root_takes_the_rest_of_the_model_with_it() -> None:
-    table = nn.Parameter(torch.zeros(256, 256))
-    model = Net({"table": table}, blocks=nn.ModuleList([Block(), Block()]), norm=nn.LayerNorm(8))
-    specs = split(model)
-    assert names(specs) == ["", "blocks.0", "blocks.1"]
-    assert own(specs[0]) == ["table", "norm.weight", "norm.bias"]
-
-
-def test_a_large_owner_takes_its_subtree_but_no_unit_of_its_own_inside() -> None:
-    big = Net(
-        {"table": nn.Parameter(torch.zeros(256, 256))}, wide=nn.Linear(256, 256), tower=nn.Sequential(Block(), Block())
-    )
-    specs = split(Net(big=big))
-    assert names(specs) == ["big", "big.tower.0", "big.tower.1"]
-    assert own(specs[0]) == ["big.table", "big.wide.weight", "big.wide.bias"]
-
-
-def test_a_list_of_parameters_belongs_to_the_module_that_is_called() -> None:
-    tables = nn.ParameterList([nn.Parameter(torch.zeros(128, 128)), nn.Parameter(torch.zeros(128, 128))])
-    specs = split(Net(part=Net(tables=tables), other=Net(tables=nn.ParameterDict({"a": nn.Parameter(torch.ones(2))}))))
-    assert names(specs) == ["part", "resident"]
-    assert own(specs[0]) == ["part.tables.0", "part.tables.1"]
-
-
-def test_a_class_that_is_never_called_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="'blocks' of that class has no forward"):
-        split(Net(blocks=nn.ModuleList([Block()])), unit_classes=["ModuleList"])
-
-
-def test_the_threshold_is_the_smallest_size_that_streams() -> None:
-    layer = nn.Linear(16, 16, bias=False)
-    nbytes = 16 * 16 * 4
-    assert not split(Net(layer=layer), threshold=nbytes)[0].resident
-    assert split(Net(layer=layer), threshold=nbytes + 1)[0].resident
-
-
-def test_one_module_used_several_times_is_one_unit() -> None:
-    block = Block(64)
-    specs = split(nn.ModuleList([block, block, block]))
-    assert sum(len(spec.own) for spec in specs) == 4
-    assert all(not spec.borrowed for spec in specs)
-
-
-def test_a_module_in_two_stacks_is_one_unit() -> None:
-    first, second = Block(), Block()
-    specs = split(Net(there=nn.ModuleList([first, second]), back=nn.ModuleList([second, first])))
-    assert names(specs) == ["there.0", "there.1"]
-    assert all(not spec.borrowed for spec in specs)
-
-
-def test_a_parameter_tied_between_blocks_is_owned_by_the_first() -> None:
-    blocks = [Block(), Block(), Block()]
-    blocks[1].up.weight = blocks[2].up.weight = blocks[0].up.weight
-    specs = split(nn.ModuleList(blocks))
-    assert "0.up.weight" in own(specs[0])
-    assert borrowed(specs[1]) == borrowed(specs[2]) == ["0.up.weight"]
-    assert len(specs[0].own[0].owners) == 3
-
-
-@pytest.mark.parametrize("wanted", ["OtherBlock", OtherBlock], ids=["name", "class"])
-def test_classes_decide_what_a_block_is(wanted: str | type[nn.Module]) -> None:
-    model = Net(blocks=nn.ModuleList([Block(), OtherBlock(), Block()]), last=OtherBlock())
-    specs = split(model, unit_classes=[wanted])
-    assert names(specs) == ["blocks.1", "last", "resident"]
-
-
-def test_a_class_matches_its_subclasses_and_a_name_does_not() -> None:
-    model = nn.ModuleList([Block(), OtherBlock()])
-    assert names(split(model, unit_classes=[Block])) == ["0", "1"]
-    assert names(split(model, unit_classes=["Block"])) == ["0", "resident"]
-
-
-def test_the_model_itself_may_be_the_block() -> None:
-    for wanted in (Block, "Block"):
-        (spec,) = split(Block(), unit_classes=[wanted])
-        assert (spec.name, spec.resident) == ("", False)
-
-
-def test_a_class_that_is_nowhere_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="unit_classes names Blok, Linear"):
-        split(nn.ModuleList([nn.LayerNorm(2)]), unit_classes=["Blok", nn.Linear])
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Net(lazy=nn.LazyLinear(3)), "'lazy.weight' is lazy"),
-        (lambda: Net({"z": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}), "'z' is sparse or complex"),
-        (lambda: Net({"s": nn.Parameter(torch.eye(2).to_sparse())}), "'s' is sparse or complex"),
-        (lambda: Net({"u": Special(torch.zeros(1))}), "'u' is a Special;"),
-    ],
-    ids=["lazy", "complex", "sparse", "subclass"],
-)
-def test_parameters_that_cannot_be_laid_out_are_refused(make: Callable[[], nn.Module], message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        split(make())
-
-
-class Special(nn.Parameter):
-    """A parameter of another class."""
-
-
-def test_models_without_parameters_have_no_units() -> None:
-    assert split(nn.Sequential(nn.ReLU(), nn.Dropout())) == []
-
-
-def test_every_owner_of_a_parameter_is_known() -> None:
-    model = Net(a=nn.Linear(2, 2), b=nn.Linear(2, 2))
-    model.b.weight = model.a.weight
-    entries = find_parameters(model)
-    assert [entry.name for entry in entries] == ["a.weight", "a.bias", "b.bias"]
-    assert entries[0].owners == [(model.a, "weight"), (model.b, "weight")]
-
-
-# Any model ---------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> nn.Module:
-    """A random model: containers, shared modules, tied weights, parameters anywhere."""
-    pool: list[nn.Module] = []
-
-    def make(depth: int) -> nn.Module:
-        kinds = ["linear", "block", "none"] + (["list", "dict", "sequential", "net"] * 2 if depth else [])
-        kind = draw(st.sampled_from(kinds + (["again"] if pool else [])))
-        if kind == "again":
-            return draw(st.sampled_from(pool))
-        if kind in ("linear", "block", "none"):
-            module: nn.Module = {"linear": lambda: nn.Linear(4, 4), "block": Block, "none": nn.ReLU}[kind]()
-        else:
-            children = [make(depth - 1) for _ in range(draw(st.integers(0, 3)))]
-            named = {f"c{number}": child for number, child in enumerate(children)}
-            if kind == "list":
-                module = nn.ModuleList(children)
-            elif kind == "sequential":
-                module = nn.Sequential(*children)
-            elif kind == "dict":
-                module = nn.ModuleDict(named)
-            else:
-                module = Net({"p": nn.Parameter(torch.zeros(draw(st.integers(1, 40))))}, **named)
-        pool.append(module)
-        return module
-
-    root = Net(top=make(3), other=make(2))
-    linears = [module for module in root.modules() if isinstance(module, nn.Linear) and module.in_features == 4]
-    if len(linears) > 1 and draw(st.booleans()):
-        linears[-1].weight = linears[0].weight
-    return root
-
-
-@given(trees(), st.sampled_from([1, 64, 100, 1 << 20]))
-def test_any_model_is_partitioned(model: nn.Module, threshold: int) -> None:
-    specs = split(model, threshold)
+def check(model: nn.Module, specs: list[UnitSpec]) -> None:
     owned = [id(entry.parameter) for spec in specs for entry in spec.own]
     assert sorted(owned) == sorted(id(parameter) for parameter in model.parameters())
-    assert len({id(spec.module) for spec in specs if not spec.resident}) == sum(not spec.resident for spec in specs)
-    assert all(not spec.resident for spec in specs[:-1])
-    before: set[int] = set()
-    for spec in specs:
-        own_ids = {id(entry.parameter) for entry in spec.own}
-        borrowed_ids = {id(entry.parameter) for entry in spec.borrowed}
-        assert borrowed_ids <= before
-        inside = {id(parameter) for parameter in spec.module.parameters()}
-        assert own_ids | borrowed_ids <= inside
-        before |= own_ids
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert len({id(spec.module) for spec in specs if not spec.resident}) == len([s for s in specs if not s.resident])
     order = {id(module): number for number, module in enumerate(model.modules())}
-    places = [order[id(spec.module)] for spec in specs if not spec.resident]
-    assert places == sorted(places)
-    assert [(s.name, own(s)) for s in specs] == [(s.name, own(s)) for s in split(model, threshold)]
+    streamed = [spec for spec in specs if not spec.resident]
+    assert [spec.resident for spec in specs] == [False] * len(streamed) + [True] * (len(specs) - len(streamed))
+    assert [order[id(s.module)] for s in streamed] == sorted(order[id(s.module)] for s in streamed)
+    chosen = {id(spec.module) for spec in streamed}
+    for spec in streamed:
+        assert model.get_submodule(spec.name) is spec.module
+        assert {id(entry.parameter) for entry in spec.own + spec.borrowed} == subtree(spec.module, chosen)
+        assert not {id(e.parameter) for e in spec.own} & {id(e.parameter) for e in spec.borrowed}
+        assert type(spec.module).forward is not nn.Module.forward
 
 
-@given(trees())
-def test_every_module_that_may_run_finds_its_parameters_gathered(model: nn.Module) -> None:
-    """Each parameter that a module owns belongs to a unit around that module, or to the resident one."""
-    specs = split(model, 1)
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            around = [spec for spec in specs if any(part is module for part in spec.module.modules())]
-            held = {id(entry.parameter) for spec in around for entry in (*spec.own, *spec.borrowed)}
-            assert id(parameter) in held
+def subtree(module: nn.Module, chosen: set[int]) -> set[int]:
+    """Parameters below a module, without those of units nested in it."""
+    found = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
+    for child in module.children():
+        if id(child) not in chosen:
+            found |= subtree(child, chosen)
+    return found
+
+
+def names(entries: list[object]) -> list[str]:
+    return [entry.name for entry in entries]  # type: ignore[attr-defined]
+
+
+def test_blocks_large_modules_and_the_rest() -> None:
+    units = split(Model(embed=nn.Embedding(64, 24), norm=nn.LayerNorm(24), layers=blocks(3), head=nn.Linear(24, 64)))
+    assert list(units) == ["embed", "layers.0", "layers.1", "layers.2", "head", RESIDENT_NAME]
+    assert names(units["layers.1"].own) == ["layers.1.line.weight", "layers.1.line.bias"]
+    assert names(units[RESIDENT_NAME].own) == ["norm.weight", "norm.bias"]
+    assert units[RESIDENT_NAME].module.norm.weight is units[RESIDENT_NAME].own[0].parameter
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda: blocks(2),
+        lambda: nn.Sequential(Block(), Block()),
+        lambda: nn.ModuleDict({"first": Block(), "second": Block()}),
+    ],
+    ids=["list", "sequential", "dict"],
+)
+def test_blocks_are_found_in_every_container(container: Callable[[], nn.Module]) -> None:
+    made = container()
+    units = split(Model(layers=made), threshold_nbytes=KIB * KIB)
+    assert list(units) == [f"layers.{name}" for name, _ in made.named_children()]
+
+
+def test_a_sequential_model_is_its_own_container() -> None:
+    assert list(split(nn.Sequential(Block(), nn.GELU(), Block()))) == ["0", "2"]
+
+
+def test_nested_lists_are_looked_through() -> None:
+    units = split(Model(stages=nn.ModuleList([blocks(2), blocks(3)])))
+    assert list(units) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "stages.1.2"]
+
+
+def test_two_stacks() -> None:
+    units = split(Model(encoder=Model(layers=blocks(2)), decoder=Model(layers=blocks(2))))
+    assert list(units) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
+
+
+def test_only_the_outermost_repeats_are_blocks() -> None:
+    units = split(Model(layers=nn.ModuleList(Block(inner=3) for _ in range(2))), threshold_nbytes=0)
+    assert list(units) == ["layers.0", "layers.1"]
+    assert len(units["layers.0"].own) == 2 + 3 * 2
+
+
+def test_a_single_block_is_looked_into() -> None:
+    units = split(Model(layers=nn.ModuleList([Block(inner=3)])))
+    assert list(units) == ["layers.0.line", "layers.0.inner.0", "layers.0.inner.1", "layers.0.inner.2"]
+
+
+def test_repeats_without_parameters_are_no_blocks() -> None:
+    units = split(Model(layers=nn.ModuleList([nn.GELU(), nn.GELU(), nn.Linear(24, 24)])))
+    assert list(units) == ["layers.2"]
+
+
+def test_one_big_linear() -> None:
+    model = nn.Linear(64, 64)
+    units = split(model)
+    assert list(units) == [""]
+    assert units[""].module is model
+    assert not units[""].resident
+    assert list(split(model, threshold_nbytes=KIB * KIB)) == [RESIDENT_NAME]
+
+
+def test_the_threshold_is_in_bytes_and_inclusive() -> None:
+    model = Model(line=nn.Linear(16, 16, bias=False, dtype=torch.bfloat16))
+    assert list(split(model, threshold_nbytes=512)) == ["line"]
+    assert list(split(model, threshold_nbytes=513)) == [RESIDENT_NAME]
+
+
+def test_without_parameters_there_are_no_units() -> None:
+    assert split(Model(act=nn.GELU())) == {}
+
+
+def test_small_parameters_of_the_root_are_resident() -> None:
+    units = split(Model(temperature=nn.Parameter(torch.ones(())), layers=blocks(2)))
+    assert list(units) == ["layers.0", "layers.1", RESIDENT_NAME]
+    assert names(units[RESIDENT_NAME].own) == ["temperature"]
+
+
+def test_a_root_with_large_parameters_is_a_unit_around_the_blocks() -> None:
+    units = split(Model(position=nn.Parameter(torch.randn(40, 24)), head=nn.Linear(24, 64), layers=blocks(2)))
+    assert list(units) == ["", "layers.0", "layers.1"]
+    assert names(units[""].own) == ["position", "head.weight", "head.bias"]
+
+
+def test_a_unit_takes_children_that_it_may_never_call() -> None:
+    units = split(Model(attention=nn.MultiheadAttention(32, 2)))
+    assert list(units) == ["attention"]
+    assert "attention.out_proj.weight" in names(units["attention"].own)
+
+
+# Modules without a forward ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loose",
+    [
+        lambda: nn.ParameterList(torch.randn(24, 24) for _ in range(2)),
+        lambda: nn.ParameterDict({"a": torch.randn(24, 24), "b": torch.randn(24, 24)}),
+        lambda: nn.ModuleList([nn.ParameterList([torch.randn(24, 24)]), nn.ParameterList([torch.randn(24, 24)])]),
+    ],
+    ids=["list", "dict", "lists"],
+)
+def test_what_is_never_called_belongs_to_its_parent(loose: Callable[[], nn.Module]) -> None:
+    units = split(Model(part=Model(loose=loose(), norm=nn.LayerNorm(24)), layers=blocks(2)))
+    assert list(units) == ["part", "layers.0", "layers.1"]
+    assert len(units["part"].own) == 4
+
+
+def test_a_parameter_twice_in_a_module_counts_once() -> None:
+    shared = nn.Parameter(torch.randn(16, 16))
+    model = Model(part=Model(a=shared, b=shared))
+    assert list(split(model, threshold_nbytes=KIB + 1)) == [RESIDENT_NAME]
+    assert list(split(model, threshold_nbytes=KIB)) == ["part"]
+
+
+class Lists(zoo.Net):
+    """Uses a `ParameterList` twice in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.loose = nn.ParameterList(torch.randn(37, 37) / 37 for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) @ self.loose[0].T
+        for block in self.blocks:
+            x = block(x)
+        out: torch.Tensor = self.head(x @ self.loose[1].T)
+        return out
+
+
+def test_parameter_lists_train(offload: MakeEngine) -> None:
+    model, plain = zoo.build(Lists), zoo.build(Lists)
+    offload(model)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for step in range(3):
+        losses = []
+        for net, update in ((model, optimizer), (plain, expected)):
+            loss = zoo.loss_of(net, zoo.batch(step))
+            loss.backward()  # type: ignore[no-untyped-call]
+            update.step()
+            update.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+
+
+# Sharing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tied_weight_is_borrowed_by_the_later_unit() -> None:
+    units = split(zoo.Net(tied=True))
+    assert names(units["embed"].own) == ["embed.weight"]
+    assert (names(units["head"].own), names(units["head"].borrowed)) == ([], ["embed.weight"])
+    (entry,) = units["embed"].own
+    assert [attribute for _, attribute in entry.owners] == ["weight", "weight"]
+
+
+def test_a_parameter_tied_into_every_block() -> None:
+    layers = blocks(3)
+    for layer in layers:
+        layer.line.bias = layers[0].line.bias
+    units = split(Model(layers=layers))
+    assert names(units["layers.0"].own) == ["layers.0.line.weight", "layers.0.line.bias"]
+    assert names(units["layers.2"].own) == ["layers.2.line.weight"]
+    assert names(units["layers.2"].borrowed) == ["layers.0.line.bias"]
+    assert len(units["layers.0"].own[1].owners) == 3
+
+
+def test_a_block_listed_twice_is_one_unit() -> None:
+    first, second = Block(), Block()
+    assert list(split(Model(layers=nn.ModuleList([first, second, first])))) == ["layers.0", "layers.1"]
+
+
+def test_stacks_that_share_their_blocks_make_each_a_unit_once() -> None:
+    layers = blocks(2)
+    units = split(Model(encoder=layers, decoder=nn.ModuleList(reversed(layers))))
+    assert list(units) == ["encoder.0", "encoder.1"]
+    assert not any(unit.borrowed for unit in units.values())
+
+
+def test_a_second_name_for_a_block_does_not_split_it() -> None:
+    layers = nn.ModuleList(Block(inner=3) for _ in range(2))
+    assert list(split(Model(first=layers[0], layers=layers))) == ["layers.0", "layers.1"]
+
+
+def test_a_large_module_with_two_names_is_one_unit() -> None:
+    line = nn.Linear(24, 24)
+    units = split(Model(a=line, b=Model(line=line)))
+    assert list(units) == ["a"]
+    assert names(units["a"].own) == ["a.weight", "a.bias"]
+
+
+# unit_classes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", ["Model", Model])
+def test_unit_classes_by_name_and_class(wanted: str | type[nn.Module]) -> None:
+    root = nn.Sequential(Model(layers=blocks(2)), Block(), nn.Linear(4, 4))
+    units = split(root, unit_classes=(wanted,))
+    assert list(units) == ["0", "1.line", RESIDENT_NAME]  # the blocks are inside; nothing else is looked for
+
+
+def test_unit_classes_matches_subclasses_of_a_class_but_names_exactly() -> None:
+    class Special(Block):
+        pass
+
+    root = nn.Sequential(Special(), Block())
+    assert list(split(root, threshold_nbytes=KIB * KIB, unit_classes=(Block,))) == ["0", "1"]
+    assert list(split(root, threshold_nbytes=KIB * KIB, unit_classes=("Block",))) == ["1", RESIDENT_NAME]
+    assert list(split(root, threshold_nbytes=KIB * KIB, unit_classes=("Special", Block))) == ["0", "1"]
+
+
+def test_unit_classes_may_name_the_model_itself() -> None:
+    units = split(Model(layers=blocks(2)), unit_classes=("Model",))
+    assert list(units) == [""]
+
+
+def test_unit_classes_that_match_nothing_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="names Blok, Conv2d, but no module"):
+        partition(Model(layers=blocks(2)), resident_threshold_nbytes=0, unit_classes=("Blok", nn.Conv2d))
+
+
+def test_unit_classes_without_a_forward_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="names ModuleList, but 'layers' has no forward"):
+        partition(Model(layers=blocks(2)), resident_threshold_nbytes=0, unit_classes=("ModuleList",))
+
+
+# Refusals ---------------------------------------------------------------------------------------------------------
+
+
+class _Tagged(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (nn.parameter.UninitializedParameter, "is lazy .* run one forward"),
+        (lambda: nn.Parameter(torch.ones(3).as_subclass(_Tagged)), "is a _Tagged; only plain nn.Parameter"),
+        (lambda: OffloadedParameter(torch.ones(3)), "is a OffloadedParameter; .* can be offloaded once"),
+        (lambda: nn.Parameter(torch.eye(3).to_sparse()), "sparse or complex"),
+        (lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), "sparse or complex"),
+    ],
+    ids=["lazy", "subclass", "offloaded", "sparse", "complex"],
+)
+def test_parameters_that_cannot_be_offloaded(make: Callable[[], nn.Parameter], reason: str) -> None:
+    model = Model(layers=blocks(2), part=Model(odd=make()))
+    with pytest.raises(UnsupportedModelError, match=rf"'part\.odd' .*{reason}"):
+        partition(model, resident_threshold_nbytes=0)
+
+
+# Any model --------------------------------------------------------------------------------------------------------
+
+LEAVES = st.sampled_from([lambda: nn.Linear(8, 8), lambda: nn.LayerNorm(8), nn.GELU, Block, lambda: Block(inner=2)])
+
+
+def _containers(parts: st.SearchStrategy[nn.Module]) -> st.SearchStrategy[nn.Module]:
+    several = st.lists(parts, max_size=3)
+    named = several.map(lambda found: {f"m{number}": part for number, part in enumerate(found)})
+    return st.one_of(
+        several.map(nn.ModuleList),
+        several.map(lambda found: nn.Sequential(*found)),
+        named.map(nn.ModuleDict),
+        named.map(lambda found: Model(**found)),
+        several.map(lambda found: nn.ModuleList([*found, *found])),
+        st.integers(1, 24).map(lambda n: nn.ParameterList(torch.empty(n, n) for _ in range(2))),
+    )
+
+
+TREES = st.recursive(LEAVES.map(lambda make: make()), _containers, max_leaves=6)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from("abc"), TREES), st.sampled_from([0, 300, 2000, 10**6]), st.data())
+def test_every_parameter_is_in_exactly_one_unit(
+    parts: dict[str, nn.Module], threshold_nbytes: int, data: st.DataObject
+) -> None:
+    model = Model(**parts)
+    places = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+    if len(places) > 1 and data.draw(st.booleans(), label="tie"):
+        (one, a), (other, b) = data.draw(st.tuples(st.sampled_from(places), st.sampled_from(places)))
+        other._parameters[b] = one._parameters[a]
+    units = split(model, threshold_nbytes)
+    again = split(model, threshold_nbytes)
+    assert [(name, names(unit.own)) for name, unit in units.items()] == [(n, names(u.own)) for n, u in again.items()]
+    owners = {(id(module), name) for entry in find_parameters(model) for module, name in entry.owners}
+    assert owners == {(id(module), name) for module, name in places}
