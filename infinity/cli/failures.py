@@ -61,6 +61,32 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
+def deferred() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect at the end: for imports, which an exception in their middle leaves half done.
+
+    Some of torch's modules even swallow it, and the run would go on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not arrived:
+            print("stopping as soon as everything is loaded", file=sys.stderr)
+        arrived.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if arrived:
+        raise Terminated if arrived[0] == signal.SIGTERM else KeyboardInterrupt
+
+
+@contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -10,7 +10,7 @@ import typer
 
 from infinity.cli.bench import app as bench
 from infinity.cli.doctor import doctor
-from infinity.cli.failures import reported
+from infinity.cli.failures import deferred, reported
 from infinity.models.presets import DEFAULT_PRESET, describe_presets
 
 _EPILOG = "Exit codes: 0 success, 2 bad usage or impossible plan, 130 stopped by Ctrl-C, 1 any other failure."
@@ -139,8 +139,9 @@ def train(
     infinity train --data books/ --layers 24 --hidden 1024 --save run1
     """
     with reported(debug=debug):
-        from infinity.cli.settings import TrainOptions
-        from infinity.cli.train import train as run
+        with deferred():
+            from infinity.cli.settings import TrainOptions
+            from infinity.cli.train import train as run
 
         run(
             TrainOptions(

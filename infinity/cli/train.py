@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from infinity.cli import baseline, checkpoints
+from infinity.cli import baseline
 from infinity.cli.console import make_console
+from infinity.cli.failures import deferred
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded
@@ -25,12 +26,13 @@ def train(options: TrainOptions) -> None:
     """
     settings = resolve(options)
     _check_outputs(options)
-    _check_checkpoints(options)
+    _check_resume(options)
     if options.baseline:
         baseline.check_memory(settings.training)
     map_large_blocks()
     text = load_training_text(settings.training)
-    warm_up(settings.training, settings.config.precision)
+    with deferred():  # the first step of a process loads much of torch
+        warm_up(settings.training, settings.config.precision)
     interpreter_nbytes = rss_bytes()
     run = train_offloaded(settings, text)
     if run.measured is None:
@@ -76,9 +78,6 @@ def _check_file(name: str, path: Path) -> None:
         raise ConfigError(f"{name} {path}: the folder {path.absolute().parent} does not exist")
 
 
-def _check_checkpoints(options: TrainOptions) -> None:
-    if (options.save or options.resume) and not checkpoints.can_checkpoint():
-        name = "--save" if options.save else "--resume"
-        raise ConfigError(f"{name}: this version's engine cannot save or load yet")
+def _check_resume(options: TrainOptions) -> None:
     if options.resume is not None and not options.resume.exists():
         raise ConfigError(f"--resume {options.resume}: there is no such folder")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.cli.failures import Terminated, deferred
 from tests.cli.command import TIMEOUT_S, start
 
 MANY = ("--steps", "100000")
@@ -61,3 +62,21 @@ def test_a_second_ctrl_c_does_not_break_the_stop(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130, error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_libraries_load_waits_for_them(number: signal.Signals) -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt) as stop, deferred():
+        steps.append("begun")
+        signal.raise_signal(number)
+        steps.append("loaded")
+    assert steps == ["begun", "loaded"]
+    assert isinstance(stop.value, Terminated) == (number == signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_while_libraries_load_is_shown_as_itself() -> None:
+    with pytest.raises(ImportError), deferred():
+        raise ImportError("torch")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
