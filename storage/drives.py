@@ -11,6 +11,7 @@ from pathlib import Path
 from storage.align import is_aligned
 from storage.backends.base import Backend
 from storage.backends.probe import Engine, choose_engine, make_backend
+from storage.checksums import Checksum
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 
 _log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ class StorageOptions:
         block_nbytes: size of one system call, a multiple of 4096.
         threads: blocks at each drive at the same time.
         free_margin_nbytes: bytes to leave free on every file system.
+        checksum: "xxh3" notes a checksum of what is written and verifies what is read; "none" does not.
+        eio_retries: how often a block is tried again after EIO.
 
     Raises:
         ValueError: a value is not allowed; says which.
@@ -36,6 +39,8 @@ class StorageOptions:
     block_nbytes: int = 4 << 20
     threads: int = 4
     free_margin_nbytes: int = 64 << 20
+    checksum: str = "xxh3"
+    eio_retries: int = 2
 
     def __post_init__(self) -> None:
         if self.engine not in list(Engine):
@@ -46,6 +51,10 @@ class StorageOptions:
             raise ValueError(f"threads is {self.threads}; it must be at least 1")
         if self.free_margin_nbytes < 0:
             raise ValueError(f"free_margin_nbytes is {self.free_margin_nbytes}; it must not be negative")
+        if self.checksum not in list(Checksum):
+            raise ValueError(f"checksum is {self.checksum!r}; it must be one of {', '.join(Checksum)}")
+        if self.eio_retries < 0:
+            raise ValueError(f"eio_retries is {self.eio_retries}; it must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +96,9 @@ def open_drive(
     except OSError as error:
         raise make_directory_error(directory, error) from error
     closing.callback(file.close)
-    backend = make_backend(engine, threads=options.threads, block_nbytes=options.block_nbytes)
+    backend = make_backend(
+        engine, threads=options.threads, block_nbytes=options.block_nbytes, eio_retries=options.eio_retries
+    )
     try:
         used = backend if wrap_backend is None else wrap_backend(backend)
     except BaseException:

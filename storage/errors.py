@@ -110,7 +110,29 @@ class PoolExhaustedError(CapacityError):
 
 
 class IntegrityError(StorageError):
-    """Stored data is not what was written."""
+    """Stored data is not what was written, or a manifest cannot be read. Nothing was changed or thrown away.
+
+    Attributes:
+        path, offset, nbytes, key: where the damage is, as in IoError.
+        generation: of the key's content, counted by its writes or, in a versioned store, by commits; -1 if unknown.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: str = "",
+        offset: int = -1,
+        nbytes: int = -1,
+        key: str = "",
+        generation: int = -1,
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.key = key
+        self.generation = generation
 
 
 class SwapInUseError(StorageError):

@@ -6,8 +6,11 @@ it, it is held; `remove` says who is free to go because of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from storage.checksums import Check
+from storage.stripes import Piece
 from storage.types import Op, Priority, Ticket, TrafficTag
 
 
@@ -23,6 +26,9 @@ class Operation:
     tag: TrafficTag
     payload_nbytes: int
     ticket: Ticket
+    pieces: Sequence[Piece] = ()  # where the bytes of its key lie, as of its submission
+    old_pieces: Sequence[Piece] = ()  # where they lay before it
+    check: Check | None = None
     started_s: float = 0.0  # when it was handed to the backends, on the performance counter
     held_by: int = 0
     holds: list[Operation] = field(default_factory=list)
@@ -33,7 +39,14 @@ class Operation:
 
     def conflicts(self, other: Operation) -> bool:
         """Whether their order matters."""
-        return Op.WRITE in (self.op, other.op) and self.start < other.stop and other.start < self.stop
+        if Op.WRITE not in (self.op, other.op):
+            return False
+        start, stop = self._reach()
+        other_start, other_stop = other._reach()
+        return start < other_stop and other_start < stop
+
+    def _reach(self) -> tuple[int, int]:
+        return (self.start, self.stop) if self.check is None else (self.check.reach_start, self.check.reach_stop)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,42 +7,39 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from storage.align import PAGE_NBYTES, align_up, is_aligned
+from storage.checksums import Checksum, KeyChecksums
 from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
 from storage.errors import ClosedError, SwapFullError
-from storage.ordering import KeyOrder, Operation
+from storage.ordering import Operation
 from storage.stats import IoStats
-from storage.stripes import Piece, overlap, share_sizes
-from storage.types import Extent, IoRequest, Op, Priority, Ticket, TrafficTag
+from storage.stripes import Piece, share_sizes
+from storage.transfer import StoredKey, start_transfer
+from storage.types import Extent, Op, Priority, Ticket, TrafficTag
 
 __all__ = ["ShardStore", "StorageOptions"]
 
 _SHARE_NBYTES = 1 << 16  # a drive's share of the capacity is a multiple of this
 
 
-@dataclass(slots=True, eq=False)
-class _Key:
-    nbytes: int
-    pieces: list[Piece]
-    order: KeyOrder = field(default_factory=KeyOrder)
-
-
 class ShardStore:
     """Stores byte strings of fixed size under keys. Thread safe; nothing here waits for I/O except `drain` and `close`.
 
     Overlapping operations on a key, of which one is a write, run in the order they were submitted. A write that fails
-    fails its ticket, and every later read of the same bytes, until they are overwritten successfully.
+    fails its ticket, and every later read of the same bytes, until they are overwritten successfully. A read of bytes
+    that are not what was written fails with IntegrityError.
     """
 
-    def __init__(self, drives: Sequence[Drive], closing: ExitStack) -> None:
+    def __init__(self, drives: Sequence[Drive], closing: ExitStack, *, checksum: Checksum = Checksum.XXH3) -> None:
         self._drives = tuple(drives)
         self._closing = closing
-        self._keys: dict[str, _Key] = {}
+        self._checksum = checksum
+        self._keys: dict[str, StoredKey] = {}
         self._next_drive = 0
         self._in_flight: dict[Operation, None] = {}  # in submission order
         self._is_closed = False
@@ -94,7 +91,7 @@ class ShardStore:
                 )
                 for path in paths
             ]
-            return cls(drives, closing.pop_all())
+            return cls(drives, closing.pop_all(), checksum=Checksum(options.checksum))
 
     @property
     def progress(self) -> int:
@@ -129,7 +126,8 @@ class ShardStore:
                 self._free(pieces)
                 raise
             self._next_drive = (self._next_drive + len(pieces)) % len(self._drives)
-            self._keys[key] = _Key(nbytes, pieces)
+            checksums = KeyChecksums(key, nbytes) if self._checksum is Checksum.XXH3 else None
+            self._keys[key] = StoredKey(nbytes, tuple(pieces), checksums)
 
     def delete(self, key: str) -> None:
         """Give a key's space back. Nothing may be in flight on it."""
@@ -229,7 +227,7 @@ class ShardStore:
         if self._is_closed:
             raise ClosedError("the shard store is closed")
 
-    def _entry(self, key: str) -> _Key:
+    def _entry(self, key: str) -> StoredKey:
         entry = self._keys.get(key)
         if entry is None:
             raise KeyError(f"the shard store has no key {key!r}")
@@ -266,13 +264,20 @@ class ShardStore:
             self._check_open()
             entry = self._entry(key)
             _check_span(key, entry.nbytes, offset, nbytes)
+            self._place(entry, operation)
             may_start = entry.order.add(operation)
             self._in_flight[operation] = None
         if may_start:
             self._start(entry, operation)
         return ticket
 
-    def _start(self, entry: _Key, operation: Operation) -> None:
+    def _place(self, entry: StoredKey, operation: Operation) -> None:
+        """Decide where an operation finds its bytes, and what it checks. Called in the order of submission."""
+        operation.old_pieces = operation.pieces = entry.pieces
+        if entry.checksums is not None:
+            operation.check = entry.checksums.plan(operation.op, operation.start, operation.memory)
+
+    def _start(self, entry: StoredKey, operation: Operation) -> None:
         """Start an operation that nothing holds; and, when it ends at once, those that it held, and so on."""
         ready = deque([operation])
         while ready:
@@ -284,7 +289,7 @@ class ShardStore:
             else:
                 joined.add_done_callback(_Ended(self, entry, started))
 
-    def _hand_over(self, entry: _Key, operation: Operation) -> Ticket:
+    def _hand_over(self, entry: StoredKey, operation: Operation) -> Ticket:
         """Give an operation's pieces to the backends; a ticket for all of them."""
         label = operation.ticket.label
         if operation.op is Op.READ and entry.order.lost:
@@ -294,29 +299,10 @@ class ShardStore:
                 failed = Ticket(label)
                 failed.set_exception(lost)
                 return failed
-        started_s = time.perf_counter()
-        tickets = []
-        for piece, start, stop in overlap(entry.pieces, operation.start, operation.stop):
-            drive = self._drives[piece.extent.drive]
-            request = IoRequest(
-                op=operation.op,
-                fd=drive.file.fd,
-                path=str(drive.file.path),
-                offset=piece.extent.offset + start - piece.start,
-                memory=operation.memory[start - operation.start : stop - operation.start],
-                priority=operation.priority,
-                key=operation.key,
-                ticket=Ticket(label),
-            )
-            tickets.append(request.ticket)
-            try:
-                drive.backend.submit(request)
-            except Exception as error:  # the ticket carries it, as if the device had refused
-                request.ticket.set_exception(error)
-        operation.started_s = started_s
-        return tickets[0] if len(tickets) == 1 else Ticket.all_of(tickets, label)
+        operation.started_s = time.perf_counter()
+        return start_transfer(self._drives, operation)
 
-    def _finish(self, entry: _Key, operation: Operation, error: BaseException | None) -> list[Operation]:
+    def _finish(self, entry: StoredKey, operation: Operation, error: BaseException | None) -> list[Operation]:
         """An operation has ended; those that may start now."""
         if error is None:
             seconds = time.perf_counter() - operation.started_s
@@ -331,7 +317,7 @@ class ShardStore:
             operation.ticket.set_exception(error)
         return freed
 
-    def _ended(self, entry: _Key, operation: Operation, error: BaseException | None) -> None:
+    def _ended(self, entry: StoredKey, operation: Operation, error: BaseException | None) -> None:
         for freed in self._finish(entry, operation, error):
             self._start(entry, freed)
 
@@ -341,7 +327,7 @@ class _Ended:
     """Callback of an operation in flight."""
 
     store: ShardStore
-    entry: _Key
+    entry: StoredKey
     operation: Operation
 
     def __call__(self, ticket: Ticket) -> None:

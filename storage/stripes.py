@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from storage.align import PAGE_NBYTES, align_up
@@ -41,7 +42,7 @@ def share_sizes(nbytes: int, drives: int, first: int) -> list[tuple[int, int]]:
     return shares
 
 
-def overlap(pieces: list[Piece], start: int, stop: int) -> list[tuple[Piece, int, int]]:
+def overlap(pieces: Sequence[Piece], start: int, stop: int) -> list[tuple[Piece, int, int]]:
     """The parts of a key's span by piece, as (piece, start, stop) in bytes of the key."""
     return [
         (piece, max(start, piece.start), min(stop, piece.stop))

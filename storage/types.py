@@ -196,7 +196,8 @@ def _resolve(future: asyncio.Future[None]) -> None:
 class IoRequest:
     """One contiguous transfer between memory and a file. The backend completes `ticket`.
 
-    `memory` (bytes) is page aligned and its length, like `offset`, a multiple of 4 KiB.
+    `memory` (bytes) is page aligned and its length, like `offset`, a multiple of 4 KiB. The backend's threads call
+    `check(start, stop)` when bytes `start` to `stop` of the memory have moved; what it raises fails the transfer.
     """
 
     op: Op
@@ -207,3 +208,4 @@ class IoRequest:
     priority: Priority
     key: str
     ticket: Ticket = field(default_factory=Ticket)
+    check: Callable[[int, int], None] | None = None

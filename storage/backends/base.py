@@ -4,7 +4,8 @@ What the store guarantees: `memory` is page aligned and stays valid until the ti
 multiples of 4 KiB and lie inside the file; no two requests in flight overlap unless both are reads.
 
 What a backend owes: `submit` never blocks on I/O; every ticket completes exactly once, with the system's error if there
-was one, also when the backend is closed first; short transfers are resumed; demand reads overtake everything.
+was one, also when the backend is closed first; short transfers are resumed; demand reads overtake everything; a
+request's `check` is called, on a thread of the backend, for every part of its memory that has moved, exactly once.
 """
 
 from __future__ import annotations

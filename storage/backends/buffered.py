@@ -7,6 +7,7 @@ file object per file, because the position of a file object is shared by everybo
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import aiofiles
 
 from storage.backends.queue import BlockQueue
 from storage.backends.system import io_error, short_error, without_frames
+from storage.errors import IoError
 from storage.types import IoRequest, Op
 
 _log = logging.getLogger(__name__)
@@ -28,15 +30,17 @@ class BufferedBackend:
         threads: blocks transferred at the same time.
         block_nbytes: bytes of one read or write.
         close_timeout_s: how long `close` waits for calls that are in the kernel.
+        eio_retries: how often a block is tried again after EIO.
     """
 
     name = "buffered"
     opens_direct = False
 
-    def __init__(self, *, threads: int, block_nbytes: int, close_timeout_s: float = 30.0) -> None:
+    def __init__(self, *, threads: int, block_nbytes: int, close_timeout_s: float = 30.0, eio_retries: int = 0) -> None:
         self._queue = BlockQueue(block_nbytes)
         self._workers = threads
         self._close_timeout_s = close_timeout_s
+        self._eio_retries = eio_retries
         self._blocks_done = 0
         self._loop = asyncio.new_event_loop()
         self._has_work = asyncio.Event()
@@ -100,7 +104,7 @@ class BufferedBackend:
                     await self._has_work.wait()
                     continue
                 transfer, start, stop = block
-                error = await self._move(files, transfer.request, start, stop)
+                error = await self._serve_block(files, transfer.request, start, stop)
                 self._blocks_done += 1
                 if self._queue.block_done(transfer, error):
                     transfer.complete()
@@ -108,6 +112,21 @@ class BufferedBackend:
         finally:
             for file in files.values():
                 await file.close()
+
+    async def _serve_block(
+        self, files: dict[str, Any], request: IoRequest, start: int, stop: int
+    ) -> BaseException | None:
+        retries = 0
+        while (error := await self._move(files, request, start, stop)) is not None:
+            retries += 1
+            if not isinstance(error, IoError) or error.errno != errno.EIO or retries > self._eio_retries:
+                return error
+        if request.check is not None:
+            try:
+                await self._loop.run_in_executor(None, request.check, start, stop)
+            except Exception as problem:
+                return without_frames(problem)
+        return None
 
     async def _move(self, files: dict[str, Any], request: IoRequest, start: int, stop: int) -> BaseException | None:
         try:

@@ -25,6 +25,7 @@ class DirectBackend:
         block_nbytes: size of one system call; a page multiple.
         calls: the system calls; tests put others in.
         close_timeout_s: how long `close` waits for calls that are in the kernel.
+        eio_retries: how often a block is tried again after EIO.
     """
 
     name = "direct"
@@ -37,10 +38,12 @@ class DirectBackend:
         block_nbytes: int,
         calls: SystemCalls | None = None,
         close_timeout_s: float = 30.0,
+        eio_retries: int = 0,
     ) -> None:
         self._queue = BlockQueue(block_nbytes)
         self._calls = calls or SystemCalls()
         self._close_timeout_s = close_timeout_s
+        self._eio_retries = eio_retries
         self._blocks_done = [0] * threads  # one counter per thread, so that none needs a lock
         self._threads = [
             threading.Thread(target=self._serve, args=(number,), name=f"infinity-io-{number}", daemon=True)
@@ -77,7 +80,9 @@ class DirectBackend:
             transfer, start, stop = block
             error: BaseException | None = None
             try:
-                move(self._calls, transfer.request, start, stop)
+                move(self._calls, transfer.request, start, stop, eio_retries=self._eio_retries)
+                if transfer.request.check is not None:
+                    transfer.request.check(start, stop)
             except StorageError as caught:  # it says itself what happened where
                 error = without_frames(caught)
             except BaseException as caught:  # whatever it is, the ticket has to carry it

@@ -228,18 +228,31 @@ class FaultyBackend:
             memory = memoryview(mmap.mmap(-1, len(request.memory)))
             memory[:] = request.memory
             _flip(memory)
-        part = replace(request, memory=memory, ticket=Ticket(request.ticket.label))
+        # What is checked is what the caller has in its memory: before the flip of a write, after the flip of a read.
+        check = request.check if request.op is Op.WRITE else None
+        part = replace(request, memory=memory, ticket=Ticket(request.ticket.label), check=check)
 
         def end(ticket: Ticket) -> None:
-            if ticket.exception is not None:
-                request.ticket.set_exception(ticket.exception)
-                return
-            if request.op is Op.READ:
+            error = ticket.exception
+            if error is None and request.op is Op.READ:
                 _flip(request.memory)
-            request.ticket.set_done()
+                error = _checked(request)
+            if error is not None:
+                request.ticket.set_exception(error)
+            else:
+                request.ticket.set_done()
 
         part.ticket.add_done_callback(end)
         self._inner.submit(part)
+
+
+def _checked(request: IoRequest) -> Exception | None:
+    try:
+        if request.check is not None:
+            request.check(0, len(request.memory))
+    except Exception as error:  # the ticket carries it
+        return error
+    return None
 
 
 def _flip(memory: memoryview) -> None:

@@ -71,8 +71,7 @@ def choose_engine(directory: Path, wanted: str) -> tuple[Engine, str]:
     return Engine.BUFFERED, problem
 
 
-def make_backend(engine: Engine, *, threads: int, block_nbytes: int) -> Backend:
+def make_backend(engine: Engine, *, threads: int, block_nbytes: int, eio_retries: int = 0) -> Backend:
     """A backend of a chosen kind."""
-    if engine is Engine.DIRECT:
-        return DirectBackend(threads=threads, block_nbytes=block_nbytes)
-    return BufferedBackend(threads=threads, block_nbytes=block_nbytes)
+    kind = DirectBackend if engine is Engine.DIRECT else BufferedBackend
+    return kind(threads=threads, block_nbytes=block_nbytes, eio_retries=eio_retries)

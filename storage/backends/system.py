@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from storage.align import PAGE_NBYTES, align_down
 from storage.errors import IoError, ReadError, ShortIoError, SwapFullError, WriteError
 from storage.types import IoRequest, Op
+
+_log = logging.getLogger(__name__)
 
 _MAX_RETRIES = 100
 _RETRY_DELAY_S = 0.001
@@ -27,14 +30,16 @@ class SystemCalls:
     pwritev: VectorCall = os.pwritev
 
 
-def move(calls: SystemCalls, request: IoRequest, start: int, stop: int) -> None:
+def move(calls: SystemCalls, request: IoRequest, start: int, stop: int, *, eio_retries: int = 0) -> None:
     """Transfer bytes `start` to `stop` of a request's memory; short and interrupted transfers are resumed.
+
+    EIO is tried again `eio_retries` times: drives recover from some errors, and more patience only hides a dying one.
 
     Raises:
         ReadError, WriteError, SwapFullError, ShortIoError: what the system answered, and where.
     """
     call = calls.preadv if request.op is Op.READ else calls.pwritev
-    retries = 0
+    retries = eio_count = 0
     while start < stop:
         try:
             moved = call(request.fd, [request.memory[start:stop]], request.offset + start)
@@ -45,6 +50,10 @@ def move(calls: SystemCalls, request: IoRequest, start: int, stop: int) -> None:
             time.sleep(_RETRY_DELAY_S)
             continue
         except OSError as error:
+            eio_count += error.errno == errno.EIO
+            if error.errno == errno.EIO and eio_count <= eio_retries:
+                _log.warning("%s of %r: EIO at %d of %s", request.op.value, request.key, start, request.path)
+                continue
             raise io_error(request, start, stop, error) from error
         if moved <= 0:
             raise short_error(request, start, stop)

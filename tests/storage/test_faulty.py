@@ -11,7 +11,7 @@ import pytest
 
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
-from storage.errors import ClosedError, IoError, ReadError, ShortIoError, SwapFullError, WriteError
+from storage.errors import ClosedError, IntegrityError, IoError, ReadError, ShortIoError, SwapFullError, WriteError
 from storage.pool import HostPool
 from storage.store import ShardStore
 from storage.types import Op
@@ -141,12 +141,21 @@ def test_one_bit_is_wrong(faulty_store: tuple[ShardStore, FaultyBackend], pool: 
         before = bytes(source.memory)
         faults.inject(Fault.BIT_FLIP, op=op)
         finish(store.submit_write("a", source.memory, tag=TAG))
-        finish(store.submit_read("a", target.memory, tag=TAG))
+        error = failure(store.submit_read("a", target.memory, tag=TAG))
+        assert isinstance(error, IntegrityError)
+        assert (error.key, error.offset, error.nbytes, error.generation) == ("a", 0, _NBYTES, 1)
+        assert error.path.endswith("rank0.swap")
         assert source.memory == before
         different = source.array("u1") ^ target.array("u1")
         assert different.sum() == 1
+        again = store.submit_read("a", target.memory, tag=TAG)
+        if op is Op.READ:
+            finish(again)
+        else:
+            assert isinstance(failure(again), IntegrityError)
+        assert (target.memory == before) == (op is Op.READ)  # a damaged file still gives what it holds
+        finish(store.submit_write("a", source.memory, tag=TAG))
         finish(store.submit_read("a", target.memory, tag=TAG))
-        assert (target.memory == before) == (op is Op.READ)
 
 
 def test_a_failed_write_does_not_keep_its_memory(open_store: MakeStore, kind: str) -> None:

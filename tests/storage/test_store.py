@@ -212,7 +212,7 @@ def test_progress_grows_with_blocks(store: ShardStore, pool: HostPool) -> None:
 
 def test_what_is_in_flight_can_be_told(open_store: MakeStore, pool: HostPool) -> None:
     held: list[HeldBackend] = []
-    store = open_store("buffered", wrap_backend=_hold(held))
+    store = open_store("buffered", wrap_backend=_hold(held), options={"checksum": "none"})
     store.create("blocks.3", 2 * PAGE)
     with pool.lease(2 * PAGE, "x") as lease:
         write = store.submit_write("blocks.3", lease.memory, tag=TAG)
@@ -333,6 +333,8 @@ def test_a_wrapper_that_fails_leaves_nothing(open_store: MakeStore, tmp_path: Pa
         ({"block_nbytes": 4097}, "block_nbytes is 4097"),
         ({"threads": 0}, "threads is 0"),
         ({"free_margin_nbytes": -1}, "free_margin_nbytes is -1"),
+        ({"checksum": "md5"}, "checksum is 'md5'; it must be one of xxh3, none"),
+        ({"eio_retries": -1}, "eio_retries is -1"),
     ],
 )
 def test_options_are_checked(settings: dict[str, object], message: str) -> None:

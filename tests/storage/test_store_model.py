@@ -14,7 +14,7 @@ from storage.backends.probe import probe_direct
 from storage.errors import SwapFullError
 from storage.pool import HostPool, Lease
 from storage.store import ShardStore, StorageOptions
-from storage.types import Priority, Ticket
+from storage.types import Op, Priority, Ticket
 from tests.storage.helpers import PAGE, TAG, WAIT_S, filled
 
 _PAGES = 12
@@ -106,7 +106,7 @@ def submit(
     data = None if fails else bytes(lease.memory)
     if fails:
         store.drain(WAIT_S)  # so that this request, and no other, meets the fault
-        faulty.inject(Fault.NO_SPACE)
+        faulty.inject(Fault.NO_SPACE, op=Op.WRITE, when=lambda request: request.ticket.label == name)
     ticket = store.submit_write(key, lease.memory, offset=first * PAGE, priority=priority, tag=TAG)
     assert ticket.label == name
     model.write(key, first, data, pages)
