@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.command import call, start
 
 _ABANDON = """
@@ -31,6 +33,7 @@ def _root() -> Path:
     return Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_removes_the_dead_and_leaves_the_living(tmp_path: Path) -> None:
     dead = _abandon(tmp_path)
     (tmp_path / "notes").mkdir()

@@ -28,6 +28,7 @@ def _start_and_wait(folder: Path, beginning: str, *arguments: str) -> tuple[subp
     raise AssertionError(f"the run ended before {beginning!r}:\n{seen}\n{error}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "arguments"),
     [
@@ -52,6 +53,7 @@ def test_stops_clean_in_the_middle_of_a_step(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_break_the_stop(tmp_path: Path) -> None:
     process, _ = _start_and_wait(tmp_path, "step 1")
     process.send_signal(signal.SIGINT)

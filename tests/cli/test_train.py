@@ -96,6 +96,7 @@ def test_trace_opens_in_a_browser(user_run: tuple[Path, str]) -> None:
     assert any(event["ph"] == "X" and event["cat"] == "optimizer" for event in events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -132,6 +133,7 @@ def _tiny() -> tuple[Any, Any]:
     return settings.training.shape, settings.config
 
 
+@pytest.mark.slow
 def test_bf16_is_not_compared_bitwise_and_says_why(tmp_path: Path) -> None:
     report = train_report(tmp_path, "--precision", "bf16", *STEPS, "--baseline")
     baseline = report["baseline"]

@@ -1,0 +1,57 @@
+"""`--save` and `--resume`: a run in two parts gives the bits of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import call, train_report
+
+
+def _folder(parent: Path, name: str) -> Path:
+    folder = parent / name
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.slow
+def test_two_parts_are_one_run(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    settings = ("--precision", "bf16")
+    whole = train_report(_folder(tmp_path, "whole"), *settings, "--steps", "5")
+    first = train_report(_folder(tmp_path, "first"), *settings, "--steps", "3", "--save", saved)
+    rest = train_report(_folder(tmp_path, "rest"), *settings, "--steps", "2", "--resume", saved)
+    assert rest["first_step"] == 3
+    assert first["losses"] + rest["losses"] == whole["losses"]
+    counted = [{name: step[name] for name in rest["expected_traffic"][0]} for step in rest["traffic"]["per_step"]]
+    assert counted == rest["expected_traffic"]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_compared_with_the_whole_plain_run(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    settings = ("--precision", "fp32", "--clip", "0.5")
+    train_report(_folder(tmp_path, "first"), *settings, "--steps", "2", "--save", saved)
+    rest = train_report(_folder(tmp_path, "rest"), *settings, "--steps", "2", "--resume", saved, "--baseline")
+    assert rest["baseline"]["losses"] == rest["losses"]
+    assert rest["baseline"]["parameters_equal"] is True
+
+
+def test_says_what_is_different_from_the_saved_run(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    common = ("train", "--preset", "tiny", "--steps", "1", "--nvme", tmp_path)
+    assert call(*common, "--save", saved)[0] == 0
+    code, output, _ = call(*common, "--resume", saved, "--lr", "0.5")
+    assert code == 0
+    assert "lr: saved with 0.003, now 0.5" in output
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    common = ("train", "--preset", "tiny", "--steps", "1", "--nvme", tmp_path)
+    assert call(*common, "--save", saved)[0] == 0
+    code, _, error = call(*common, "--resume", saved, "--layers", "4")
+    assert code == 1
+    assert "CheckpointError" in error
+    assert [path for path in tmp_path.iterdir() if path != saved] == []
