@@ -38,7 +38,7 @@ Pass = Callable[[], int]  # does a piece of work, and returns how much: bytes or
 def measure_memory(
     target: Target | None, *, repeats: int, seconds: float, progress: Progress
 ) -> tuple[MemoryReport, int]:
-    """Measure each rate `repeats` times for `seconds`, then as often beside reads and writes on `target`.
+    """Measure each rate `repeats` times for `seconds`, and as often beside reads and writes on `target`.
 
     Returns:
         The rates, and how many bytes were written to the drive.
@@ -50,15 +50,19 @@ def measure_memory(
         for name, count, unit, work in _works(threads, closing):
             progress(name)
             work()  # compiles, faults memory in, starts threads
-            alone = spread([_rate(work, seconds) for _ in range(repeats)])
-            beside, disk_rate = None, None
-            if target is not None:
+            alone, beside, moved_nbytes, busy_s = [], [], 0, 0.0
+            for _ in range(repeats):  # in turns: what disturbs the machine for a while hits both
+                alone.append(_rate(work, seconds))
+                if target is None:
+                    continue
                 with busy(target) as load:
                     before_nbytes, started_s = load.total_nbytes, time.perf_counter()
-                    beside = spread([_rate(work, seconds) for _ in range(repeats)])
-                    disk_rate = (load.total_nbytes - before_nbytes) / (time.perf_counter() - started_s)
+                    beside.append(_rate(work, seconds))
+                    moved_nbytes += load.total_nbytes - before_nbytes
+                    busy_s += time.perf_counter() - started_s
                 written_nbytes += load.moved_nbytes(Op.WRITE)
-            rates.append(MemoryRate(name, count, unit, alone, beside, disk_rate))
+            drive_rate = moved_nbytes / busy_s if busy_s else None
+            rates.append(MemoryRate(name, count, unit, spread(alone), spread(beside) if beside else None, drive_rate))
     notes = () if torch.cuda.is_available() else (f"host to device: not measured, {describe_missing_cuda()}",)
     return MemoryReport(tuple(rates), notes), written_nbytes
 

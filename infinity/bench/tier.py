@@ -25,7 +25,7 @@ from storage.types import Op, Ticket
 _LANDING_TIMEOUT_S = 120.0
 _FILL = Workload("fill", 0, 4 * MIB, 4 * MIB, depth=4, transfers=4)
 _SEED = 7
-_MOST_WRITE_PASSES = 2
+_MOST_WRITE_PASSES = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def run_profile(
     for workload in profile.workloads:
         progress(f"{workload.name}, {engine.value}, {' + '.join(directories)}")
         with ready(workload, engine, targets) as runner:
-            # Writing wears a drive: a fast one is known after few passes.
+            # Writing wears a drive: a fast one is known after a pass.
             passes = _MOST_WRITE_PASSES if workload.has_writes else None
             runs = [runner.run(profile.seconds or seconds, passes) for _ in range(profile.repeats or repeats)]
         series.append(Series(workload, engine, directories, tuple(runs)))

@@ -87,11 +87,11 @@ def test_reads_bring_what_was_written(tmp_path: Path) -> None:
             assert all(bytes(piece[:64]) != bytes(64) for piece in memory)
 
 
-def test_a_run_with_writes_ends_after_few_passes(tmp_path: Path) -> None:
+def test_a_run_with_writes_ends_after_one_pass(tmp_path: Path) -> None:
     profile = Profile("writes", "", (block_load("writes", 0, MIB, 4),))
     with open_target(tmp_path, FILE_NBYTES) as target:
         (series,) = run_profile(profile, BenchEngine.BUFFERED, [target], repeats=1, seconds=30.0, progress=_quiet)
-    assert series.runs[0].nbytes == 2 * FILE_NBYTES
+    assert series.runs[0].nbytes == FILE_NBYTES
 
 
 class _Backend:
@@ -162,6 +162,19 @@ def test_two_drives_are_measured_alone_and_together(tmp_path: Path) -> None:
     assert [list(folder.iterdir()) for folder in (first, second)] == [[], []]
     written = sum(run.moved_nbytes[Op.WRITE] for series in result.series for run in series.runs)
     assert result.written_nbytes == written + 2 * FILE_NBYTES
+
+
+def test_without_direct_io_the_page_cache_is_measured_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.bench.target.probe_direct", lambda _: "it is refused")
+    result = run_tier(_options(tmp_path), _quiet)
+    assert {series.engine for series in result.series} == {BenchEngine.BUFFERED}
+    assert any("engine direct was not measured" in note for note in result.notes)
+    assert 'engine = "buffered"' in to_json(result)["config"]
+    monkeypatch.setattr(fio, "find_fio", lambda: "fio")
+    with open_target(tmp_path, FILE_NBYTES) as target, pytest.raises(ConfigError, match="it is refused"):
+        fio.compare(comparison(), target, repeats=1, seconds=0.1, setup=fio.FioSetup(), progress=_quiet)
 
 
 def test_a_directory_given_twice_is_refused(tmp_path: Path) -> None:
