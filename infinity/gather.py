@@ -198,7 +198,7 @@ class Gatherer:
             self.waits["demand"] += 1
             ticket = self._io.submit(self._read_ahead.demand(group.index), f"demand of {group.key}")
             self._stalls.wait(ticket, StallCause.NVME_READ)
-        if copy.state is CopyState.READING:
+        if copy.state in (CopyState.READING, CopyState.FAILED):  # it may have failed since it was claimed
             try:
                 self._stalls.wait(copy.ticket, StallCause.NVME_READ)
             except BaseException:

@@ -261,14 +261,17 @@ class GradientSink:
         return [self._gradients[group.index].norms[slot] for group, slot in wanted]
 
     def discard(self) -> None:
-        """Forget every gradient (zero_grad, or the iteration was reset)."""
+        """Forget every gradient (zero_grad, or the iteration was reset), and what went wrong with it."""
         for gradient in self._gradients.values():
             for fence in gradient.fences:
                 fence.wait()
             if gradient.lease is not None:
-                self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+                self._stalls.settle(gradient.arrival, StallCause.GRADIENT_READ)
             gradient.release()
         self._gradients.clear()
+        writes, self._writes = self._writes, []
+        for ticket in writes:
+            self._stalls.settle(ticket, StallCause.NVME_WRITE)
         self.end_backward()
 
     def close(self) -> None:

@@ -110,6 +110,7 @@ class ReadAhead:
         copy.unclaim()
         self._consumed_here.add(index)
         self._settle(copy)
+        copy.free_failed()
         if not copy.pinned and copy.state is CopyState.CLEAN:
             if self._is_kept(copy, phase):
                 copy.awaits_update = phase is Phase.BACKWARD and copy.group.trainable
@@ -269,6 +270,7 @@ class ReadAhead:
             copy.landed()
         else:
             copy.fail()  # whoever needs the shard reads it again, and is told if that fails too
+            copy.free_failed()
 
     async def _make_room(self, wanted: HostCopy) -> None:
         """Evict the clean copy that is needed last, or wait until something in flight has settled.
@@ -282,6 +284,7 @@ class ReadAhead:
                 distance.setdefault(index, number)
         is_as_planned = distance.get(wanted.group.index) == 0
         held = [c for c in self._copies if not c.pinned and c.lease is not None and c is not wanted]
+        held = [c for c in held if c.state is not CopyState.FAILED]
         idle = [c for c in held if c.state is CopyState.CLEAN and not c.is_claimed and c.update.done]
         victims = [] if is_as_planned else [c for c in idle if not c.awaits_update]
         if not victims and len(idle) == len(held):

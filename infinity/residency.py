@@ -134,9 +134,16 @@ class HostCopy:
         return True
 
     def fail(self) -> None:
-        """The transition in progress failed. The bytes stay in memory until `drop`."""
+        """The transition in progress failed. The bytes of an update stay in memory until `drop`."""
         if self.state is not CopyState.FAILED:
             self._move(CopyState.FAILED)
+
+    def free_failed(self) -> None:
+        """Give back the memory of a read that failed: it holds nothing. Not while claimed, nor what an update made."""
+        with self._claim_lock:
+            if self._is_claimed or self.state is not CopyState.FAILED or self.lost_update is not None:
+                return
+        self._free()
 
     def raise_lost_update(self) -> None:
         """Raise what kept the newest bytes of the shard from being written, if anything did."""

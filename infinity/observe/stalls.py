@@ -61,17 +61,22 @@ class StallClock:
         Raises:
             IoTimeoutError: nothing made progress for `io_timeout_s` seconds.
         """
-        if not ticket.done:
-            started_s = time.perf_counter()
-            try:
-                self._wait(ticket, cause, check)
-            finally:
-                stalled_s = time.perf_counter() - started_s
-                self.seconds[cause] += stalled_s
-                self.counts[cause] += 1
-                if self._on_stall is not None:
-                    self._on_stall(cause.value, started_s, stalled_s)
+        self.settle(ticket, cause, check)
         ticket.result()
+
+    def settle(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None = None) -> None:
+        """Like `wait`, but a ticket that failed is as good as one that succeeded."""
+        if ticket.done:
+            return
+        started_s = time.perf_counter()
+        try:
+            self._wait(ticket, cause, check)
+        finally:
+            stalled_s = time.perf_counter() - started_s
+            self.seconds[cause] += stalled_s
+            self.counts[cause] += 1
+            if self._on_stall is not None:
+                self._on_stall(cause.value, started_s, stalled_s)
 
     def _wait(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None) -> None:
         seen = self._progress()

@@ -1,0 +1,261 @@
+"""Transfers that fail or get stuck during training: a clear error where the user waits, and what works after it."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from storage.backends.base import Backend
+from storage.backends.faulty import Fault, FaultyBackend
+from storage.errors import IoError, IoTimeoutError, ReadError, StorageError, SwapFullError, WriteError
+from storage.store import ShardStore
+from storage.types import IoRequest, Op
+from tests.conftest import MakeEngine, small_config
+from tests.leaks import swap_folders
+from tests.mechanics.test_iterations import nothing_gathered, train
+from tests.parity.loops import gathered_parameters
+from tests.zoo import Net, batch, build, loss_of
+
+TIGHT = {"budget": "440KiB"}
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBackend]]:
+    """The backend of the engine made last, ready to fail."""
+    made: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        made.append(FaultyBackend(backend))
+        return made[-1]
+
+    monkeypatch.setattr(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap))
+    yield lambda: made[-1]
+
+
+def _is(part: str) -> Callable[[IoRequest], bool]:
+    return lambda request: part in request.key
+
+
+def _is_param(request: IoRequest) -> bool:
+    return "/state" not in request.key and "/grad" not in request.key
+
+
+def _make(offload: MakeEngine, schedule: str, **settings: Any) -> tuple[nn.Module, infinity.Engine, infinity.AdamW]:
+    model = build(Net)
+    engine = offload(model, schedule=schedule, host=TIGHT, **settings)
+    return model, engine, infinity.AdamW(model.parameters(), lr=1e-2)
+
+
+def _plain(numbers: list[int]) -> dict[str, torch.Tensor]:
+    model = build(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for number in numbers:
+        train(model, optimizer, number)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _assert_trained(model: nn.Module, numbers: list[int]) -> None:
+    expected = _plain(numbers)
+    for name, parameter in gathered_parameters(model).items():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
+def test_read_error_in_forward(offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str) -> None:
+    """The iteration is lost; with the drive back, training goes on with the same bits."""
+    model, engine, optimizer = _make(offload, schedule)
+    train(model, optimizer, 0)
+    engine.metrics()
+    drive().inject(Fault.IO_ERROR, op=Op.READ, times=None)
+    for _ in range(2):
+        with pytest.raises(ReadError, match=r"Input/output error|EIO") as failure:
+            loss_of(model, batch(1))
+        assert failure.value.key
+        assert str(failure.value.path).endswith(".swap")
+    nothing_gathered(engine)
+    drive().clear()
+    for number in (2, 3):
+        train(model, optimizer, number)
+    _assert_trained(model, [0, 2, 3])
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
+def test_one_read_error_ahead_is_tried_again(
+    offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str
+) -> None:
+    """What failed while nobody waited is read once more when it is needed."""
+    model, engine, optimizer = _make(offload, schedule)
+    train(model, optimizer, 0)
+    engine.metrics()
+    with torch.no_grad():
+        injection = drive().inject(Fault.IO_ERROR, op=Op.READ, when=_is("head"))
+        for _ in range(3):
+            try:
+                model(batch(1))
+            except ReadError:  # somebody was waiting already
+                continue
+    assert injection.hits == 1
+    train(model, optimizer, 2)
+    _assert_trained(model, [0, 2])
+
+
+def test_read_error_in_backward(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
+    model, engine, optimizer = _make(offload, "synchronous")
+    train(model, optimizer, 0)
+    loss = loss_of(model, batch(1))
+    drive().inject(Fault.IO_ERROR, op=Op.READ, times=None, when=_is("blocks.1"))
+    with pytest.raises(ReadError, match=r"blocks\.1"):
+        loss.backward()  # type: ignore[no-untyped-call]
+    drive().clear()
+    del loss
+    optimizer.zero_grad()
+    for number in (2, 3):
+        train(model, optimizer, number)
+    _assert_trained(model, [0, 2, 3])
+    nothing_gathered(engine)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_error_in_an_update(
+    offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, op: Op
+) -> None:
+    """A lost update leaves parameters of two steps: it is raised as itself once, and as that from then on."""
+    model, engine, optimizer = _make(offload, schedule)
+    train(model, optimizer, 0)
+    engine.metrics()
+    drive().inject(Fault.IO_ERROR, op=op, when=_is("/state"))
+    with pytest.raises(ReadError if op is Op.READ else WriteError, match="/state"):
+        for number in range(1, 4):
+            train(model, optimizer, number)
+    for _ in range(2):
+        with pytest.raises(infinity.IterationError, match="start again from the last saved state") as lost:
+            train(model, optimizer, 4)
+        assert isinstance(lost.value.__cause__, IoError)
+    with pytest.raises(infinity.IterationError):
+        optimizer.step()
+    assert "residency" in engine.report()
+
+
+def test_write_error_of_parameters(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
+    model, engine, optimizer = _make(offload, "overlapped")
+    train(model, optimizer, 0)
+    engine.metrics()
+    drive().inject(Fault.NO_SPACE, op=Op.WRITE, when=_is_param)
+    with pytest.raises(StorageError, match=r"No space left|no room"):
+        for number in range(1, 4):
+            train(model, optimizer, number)
+    with pytest.raises(infinity.IterationError):
+        train(model, optimizer, 4)
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_error_of_a_spilled_gradient(offload: MakeEngine, drive: Callable[[], FaultyBackend], op: Op) -> None:
+    """Gradients are lost, parameters are not: the next iteration is right, unless an update had begun."""
+    model, engine, optimizer = _make(offload, "synchronous")
+    assert engine.plan.placement.spilled_gradients
+    train(model, optimizer, 0)
+    engine.metrics()
+    drive().inject(Fault.IO_ERROR, op=op, when=_is("/grad"), times=None)
+    with pytest.raises(IoError, match="/grad"):
+        loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    drive().clear()
+    optimizer.zero_grad()
+    train(model, optimizer, 2)
+    _assert_trained(model, [0, 2])
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_stuck_read(
+    offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, where: str
+) -> None:
+    """No wait is for ever: the error tells what is stuck, and the engine can be closed."""
+    model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.6})
+    train(model, optimizer, 0)
+    engine.metrics()
+    with pytest.raises(IoTimeoutError, match=r"no transfer made progress for 0\.6 s") as stuck:
+        if where == "forward":
+            drive().inject(Fault.STUCK, op=Op.READ, times=None, when=_is_param)
+        loss = loss_of(model, batch(1))
+        if where == "backward":
+            drive().inject(Fault.STUCK, op=Op.READ, times=None, when=_is("blocks.1"))
+        if where == "step":
+            drive().inject(Fault.STUCK, op=Op.READ, times=None, when=_is("/state"))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    report = str(stuck.value)
+    assert "residency:" in report
+    assert "in flight:" in report
+    assert "read of " in report
+    engine.close()
+
+
+def test_stuck_write(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
+    model, engine, optimizer = _make(offload, "synchronous", nvme={"io_timeout_s": 0.6})
+    drive().inject(Fault.STUCK, op=Op.WRITE, times=None)
+    with pytest.raises(IoTimeoutError, match="write of "):
+        for number in range(3):
+            train(model, optimizer, number)
+            engine.metrics()
+    engine.close()
+
+
+def test_short_read(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
+    model, _, optimizer = _make(offload, "synchronous")
+    train(model, optimizer, 0)
+    drive().inject(Fault.SHORT, op=Op.READ, times=None, when=_is("blocks.2"))
+    with pytest.raises(IoError, match=r"blocks\.2"):
+        train(model, optimizer, 1)
+    drive().clear()
+    optimizer.zero_grad()
+    train(model, optimizer, 2)
+    _assert_trained(model, [0, 2])
+
+
+def test_late_transfers_change_no_bit(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
+    model, _, optimizer = _make(offload, "overlapped")
+    for fault, op in ((Fault.SLOW, Op.READ), (Fault.SLOW, Op.WRITE)):
+        drive().inject(fault, op=op, times=20, delay_s=0.003)
+    for number in range(4):
+        train(model, optimizer, number)
+    _assert_trained(model, [0, 1, 2, 3])
+
+
+def test_write_error_while_initialising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrap(backend: Backend) -> Backend:
+        faulty = FaultyBackend(backend)
+        faulty.inject(Fault.NO_SPACE, op=Op.WRITE, when=_is("blocks.2"))
+        return faulty
+
+    monkeypatch.setattr(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap))
+    with pytest.raises(SwapFullError, match=r"blocks\.2"):
+        infinity.offload(build(Net), small_config(tmp_path, host=TIGHT, schedule="synchronous"))
+    assert not swap_folders(tmp_path)
+
+
+def test_no_room_at_the_start(tmp_path: Path) -> None:
+    """Nothing is left behind, and the model is as it was."""
+    model = build(Net)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))
+    try:
+        with pytest.raises(SwapFullError) as failure:
+            infinity.offload(model, small_config(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(tmp_path) in str(failure.value)
+    assert not swap_folders(tmp_path)
+    assert torch.equal(model(batch(0)), build(Net)(batch(0)))
+    with infinity.offload(model, small_config(tmp_path)):
+        pass
