@@ -288,19 +288,25 @@ class _HostDivision:
             self.window = 0
 
     def _deepen_pipeline(self) -> None:
+        """Room for several chunks at a time, then for larger ones.
+
+        The pipeline takes what it is given byte by byte, never in jumps: more memory must not leave less for the rest.
+        """
         if not self.pipeline:
             return
         spare = self._left()
+        depth_nbytes = _PIPELINE_DEPTH * self._sizes.chunk_per_element  # per element of a chunk
+        share = self.pipeline + spare // 3  # growing the chunks may take a third of what is spare
+        wanted = max(depth_nbytes * self.chunk_numel, share)
+        self.pipeline = min(wanted, depth_nbytes * self._largest_chunk(), self.pipeline + spare)
+        self.chunk_numel = max(self.chunk_numel, align_down(self.pipeline // depth_nbytes, SHARD_ALIGN_NUMEL))
+
+    def _largest_chunk(self) -> int:
+        if self._request.chunk_nbytes is not None:
+            return self.chunk_numel
         largest = max(g.layout.numel for g in self._sizes.streamed if g.trainable)
-        if self._request.chunk_nbytes is None:
-            per_element = self._sizes.state_per_element
-            target = min(align_down(_TARGET_CHUNK_NBYTES // per_element, SHARD_ALIGN_NUMEL), largest)
-            share = spare // 3  # the pipeline may take a third of what is spare
-            affordable = (self.pipeline + share) // (_PIPELINE_DEPTH * self._sizes.chunk_per_element)
-            self.chunk_numel = max(self.chunk_numel, min(target, align_down(affordable, SHARD_ALIGN_NUMEL)))
-        one = self._chunk_nbytes(self.chunk_numel)
-        available = self.pipeline + spare
-        self.pipeline = one * max(1, min(_PIPELINE_DEPTH, available // one))
+        target = align_down(_TARGET_CHUNK_NBYTES // self._sizes.state_per_element, SHARD_ALIGN_NUMEL)
+        return max(self.chunk_numel, min(target, largest))
 
     def _grow(self, part: str, wanted: int) -> None:
         current: int = getattr(self, part)

@@ -1,0 +1,326 @@
+"""The placement manager: budgets are ceilings, minima are exact, and more memory never makes a plan worse."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity
+from infinity.assemble import _make_groups
+from infinity.config import Precision, Schedule
+from infinity.devices.cpu import CpuDevice
+from infinity.errors import PlacementError
+from infinity.init import staging_nbytes
+from infinity.optim.kernels import kernel_for
+from infinity.placement import Placement, Request, make_placement
+from infinity.units import partition
+from tests import zoo
+from tests.conftest import MakeEngine
+
+KIB = 1024
+PLENTY = 1 << 40
+SCHEDULES = (Schedule.SYNCHRONOUS, Schedule.OVERLAPPED)
+
+
+def request_of(model: nn.Module, precision: Precision = Precision.FP32, **changes: Any) -> Request:
+    """What the engine would ask for, with budgets that hold everything unless `changes` says otherwise."""
+    specs = partition(model, resident_threshold_nbytes=changes.pop("threshold_nbytes", KIB))
+    kernel = kernel_for(precision)
+    groups, units = _make_groups(specs, precision, kernel, CpuDevice(PLENTY))
+    request = Request(
+        units=units,
+        groups=groups,
+        fields=kernel.fields,
+        schedule=Schedule.SYNCHRONOUS,
+        schedule_reason="test",
+        host_budget_nbytes=PLENTY,
+        device_budget_nbytes=PLENTY,
+        nvme_budget_nbytes=None,
+        chunk_nbytes=None,
+        staging_nbytes=staging_nbytes(model, groups),
+    )
+    return replace(request, **changes)
+
+
+def minima(request: Request) -> tuple[int, int]:
+    """The smallest host and device budgets, as a plan with plenty tells them."""
+    plan = make_placement(replace(request, host_budget_nbytes=PLENTY, device_budget_nbytes=PLENTY))
+    return plan.host_minimum_nbytes, plan.device_minimum_nbytes
+
+
+class Stack(nn.Module):
+    """Blocks of the given sizes on `meta`, with what makes placement hard."""
+
+    def __init__(self, widths: list[int], *, tied: bool, frozen: int, nested: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 40)
+        self.norm = nn.LayerNorm(16)
+        made = [zoo.Outer(width) if nested else zoo.Block(width, 2 * width) for width in widths]
+        self.layers = nn.ModuleList(made)
+        for layer in made[:frozen]:
+            layer.requires_grad_(False)
+        self.head = nn.Linear(40, 29, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    widths = draw(st.lists(st.sampled_from([5, 40, 90, 150]), min_size=2, max_size=5))
+    with torch.device("meta"):
+        model = Stack(
+            widths, tied=draw(st.booleans()), frozen=draw(st.integers(0, len(widths))), nested=draw(st.booleans())
+        )
+    return request_of(
+        model,
+        draw(st.sampled_from(Precision)),
+        threshold_nbytes=draw(st.sampled_from([0, KIB, 10**6])),
+        schedule=draw(st.sampled_from(SCHEDULES)),
+        chunk_nbytes=draw(st.sampled_from([None, None, 1, 200_000, PLENTY])),
+    )
+
+
+def everything_nbytes(request: Request) -> int:
+    """Bytes with which nothing has to be swapped, and more."""
+    return 40 * sum(group.layout.numel for group in request.groups)
+
+
+@st.composite
+def budgets(draw: st.DrawFn, request: Request, n: int) -> list[int]:
+    """Increasing host budgets from the smallest to one that holds everything."""
+    smallest, _ = minima(request)
+    largest = smallest + everything_nbytes(request)
+    near = st.integers(0, 64 * KIB).map(lambda more: smallest + more)
+    return sorted(draw(st.lists(near | st.integers(smallest, largest), min_size=n, max_size=n)))
+
+
+def plan_at(request: Request, host_budget_nbytes: int) -> Placement:
+    return make_placement(replace(request, host_budget_nbytes=host_budget_nbytes))
+
+
+@dataclass(frozen=True, order=True)
+class Worth:
+    """What a plan is for, the most useful first. More is better."""
+
+    gradients_held: int
+    params_pinned: int
+    states_pinned: int
+
+
+def worth(request: Request, plan: Placement) -> Worth:
+    sizes = [group.layout.numel for group in request.groups]
+    held = [group.index for group in request.groups if group.index not in plan.spilled_gradients]
+    return Worth(
+        sum(sizes[index] for index in held),
+        sum(request.groups[index].shard_nbytes for index in plan.pinned_params),
+        sum(sizes[index] for index in plan.pinned_states),
+    )
+
+
+# Host -------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests(), st.data())
+def test_host_terms_fit_in_any_budget(request: Request, data: st.DataObject) -> None:
+    (budget,) = data.draw(budgets(request, 1))
+    plan = plan_at(request, budget)
+    terms = {term.name: term.nbytes for term in plan.host}
+    assert sum(terms.values()) <= budget
+    assert all(nbytes >= 0 for nbytes in terms.values())
+    assert (terms["window"], terms["gradients"]) == (plan.window_nbytes, plan.gradients_nbytes)
+    assert (terms["transit"], terms["pipeline"]) == (plan.transit_nbytes, plan.pipeline_nbytes)
+    assert plan.state_pinned_nbytes == terms["pinned"]
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests(), st.data())
+def test_every_part_lets_a_step_make_progress(request: Request, data: st.DataObject) -> None:
+    (budget,) = data.draw(budgets(request, 1))
+    plan = plan_at(request, budget)
+    streamed = [group for group in request.groups if group.index not in plan.pinned_params]
+    assert plan.window_nbytes >= max((group.shard_nbytes for group in streamed), default=0)
+    swapped = [g for g in request.groups if g.trainable and not g.index in plan.pinned_states]
+    if swapped:
+        # One chunk in transit: record, parameters, gradient.
+        per_element = sum(field.dtype.itemsize for field in request.fields) + swapped[0].shard_dtype.itemsize + 4
+        chunk_numel = min(plan.chunk_numel, max(group.layout.numel for group in swapped))
+        assert plan.pipeline_nbytes >= chunk_numel * per_element
+    spilled = [request.groups[index] for index in plan.spilled_gradients]
+    assert plan.transit_nbytes >= max((4 * group.layout.numel for group in spilled), default=0)
+    if request.schedule is Schedule.SYNCHRONOUS:
+        held = [g for g in request.groups if g.trainable and g.index not in plan.spilled_gradients]
+        assert plan.gradients_nbytes >= sum(4 * group.layout.numel for group in held)
+    else:
+        assert not plan.spilled_gradients
+    flowing = plan.window_nbytes + plan.gradients_nbytes + plan.transit_nbytes + plan.pipeline_nbytes
+    unspent = budget - sum(term.nbytes for term in plan.host)
+    assert flowing + unspent >= request.staging_nbytes
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests())
+def test_the_smallest_host_budget_is_exact(request: Request) -> None:
+    smallest, _ = minima(request)
+    plan = plan_at(request, smallest)
+    assert plan.host_minimum_nbytes == smallest == sum(term.nbytes for term in plan.host)
+    with pytest.raises(PlacementError, match=rf"smallest host budget that works \({smallest} bytes\)") as caught:
+        plan_at(request, smallest - 1)
+    text = str(caught.value)
+    assert f"the host budget of" in text and f"({smallest - 1} bytes)" in text
+    assert all(f"{term.name}: {term.why}" in text for term in plan.host)
+    assert "device" not in text
+
+
+@settings(deadline=None, max_examples=100)
+@given(requests(), st.data())
+def test_more_memory_is_never_used_worse(request: Request, data: st.DataObject) -> None:
+    plans = [plan_at(request, budget) for budget in data.draw(budgets(request, 6))]
+    for less, more in zip(plans, plans[1:], strict=False):
+        assert worth(request, less) <= worth(request, more)
+        assert less.pipeline_nbytes <= more.pipeline_nbytes
+        assert less.chunk_numel <= more.chunk_numel
+        assert less.host_minimum_nbytes == more.host_minimum_nbytes
+
+
+@settings(deadline=None, max_examples=30)
+@given(requests(), st.data())
+def test_the_same_question_has_the_same_answer(request: Request, data: st.DataObject) -> None:
+    (budget,) = data.draw(budgets(request, 1))
+    assert plan_at(request, budget) == plan_at(request, budget)
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests(), st.data())
+def test_kept_copies_leave_room_for_the_largest_shard(request: Request, data: st.DataObject) -> None:
+    (budget,) = data.draw(budgets(request, 1))
+    plan = plan_at(request, budget)
+    streamed = [group for group in request.groups if group.index not in plan.pinned_params]
+    largest = max((group.shard_nbytes for group in streamed), default=0)
+    order = [group.index for group in streamed]
+    for kept, expected in (
+        (plan.keep_at_turn, order[len(order) - len(plan.keep_at_turn) :]),
+        (plan.keep_at_boundary, order[: len(plan.keep_at_boundary)]),
+    ):
+        assert kept == set(expected)
+        assert sum(request.groups[index].shard_nbytes for index in kept) + largest <= max(plan.window_nbytes, largest)
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests(), st.data())
+def test_the_swap_file_holds_what_host_memory_does_not(request: Request, data: st.DataObject) -> None:
+    (budget,) = data.draw(budgets(request, 1))
+    plan = plan_at(request, budget)
+    state_size = sum(field.dtype.itemsize for field in request.fields)
+    expected = 0
+    for group in request.groups:
+        expected += 0 if group.index in plan.pinned_params else group.shard_nbytes
+        expected += group.layout.numel * state_size * (group.trainable and group.index not in plan.pinned_states)
+        expected += 4 * group.layout.numel * (group.index in plan.spilled_gradients)
+    assert plan.nvme_nbytes == expected
+    assert replace(plan, notes=()) == replace(plan_at(replace(request, nvme_budget_nbytes=expected), budget), notes=())
+    assume(expected)
+    with pytest.raises(PlacementError, match=rf"need .* \({expected} bytes\), but nvme.budget is"):
+        plan_at(replace(request, nvme_budget_nbytes=expected - 1), budget)
+
+
+@settings(deadline=None, max_examples=30)
+@given(requests())
+def test_enough_memory_swaps_nothing(request: Request) -> None:
+    smallest, _ = minima(request)
+    plan = plan_at(request, smallest + everything_nbytes(request))
+    assert plan.nvme_nbytes == 0
+    assert (plan.window_nbytes, plan.transit_nbytes) == (0, 0)
+    assert not plan.spilled_gradients | plan.keep_at_turn | plan.keep_at_boundary
+    assert not plan.notes
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_spilling_is_told(schedule: Schedule) -> None:
+    request = request_of(zoo.Net(), schedule=schedule)
+    plan = plan_at(request, minima(request)[0])
+    if schedule is Schedule.SYNCHRONOUS:
+        assert len(plan.spilled_gradients) == 6
+        assert "gradients of 6 groups do not fit" in plan.notes[0]
+        assert "schedule='overlapped'" in plan.notes[0]
+    else:
+        assert plan.notes == ()
+
+
+# Device -----------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests())
+def test_the_smallest_device_budget_is_exact(request: Request) -> None:
+    _, smallest = minima(request)
+    plan = make_placement(replace(request, device_budget_nbytes=smallest))
+    assert plan.device_minimum_nbytes == smallest == sum(term.nbytes for term in plan.device)
+    with pytest.raises(PlacementError, match=rf"smallest device budget that works \({smallest} bytes\)") as caught:
+        make_placement(replace(request, device_budget_nbytes=smallest - 1))
+    assert all(f"{term.name}: {term.why}" in str(caught.value) for term in plan.device)
+    assert "host budget" not in str(caught.value)
+
+
+def test_both_refusals_come_at_once() -> None:
+    request = request_of(zoo.Net())
+    host, device = minima(request)
+    with pytest.raises(PlacementError) as caught:
+        make_placement(replace(request, host_budget_nbytes=1, device_budget_nbytes=1))
+    assert re.findall(r"smallest (\w+) budget that works \((\d+) bytes\)", str(caught.value)) == [
+        ("device", str(device)),
+        ("host", str(host)),
+    ]
+
+
+def test_device_memory_of_units_by_hand() -> None:
+    with torch.device("meta"):
+        model = Stack([40, 90], tied=True, frozen=1, nested=False)
+    request = request_of(model)
+    embed, frozen, trained, resident = (group.flat_nbytes for group in request.groups)
+    plan = make_placement(request)
+    assert {term.name: term.nbytes for term in plan.device} == {
+        "resident": resident,
+        "resident gradients": resident,
+        "shared gradients": embed,  # two units use it: complete after the second
+        "largest unit": 2 * trained,
+    }
+    assert frozen < trained
+
+
+def test_nested_units_are_on_the_device_together() -> None:
+    request = request_of(zoo.Nested())
+    sizes = {group.key: group.flat_nbytes for group in request.groups}
+    largest = next(term for term in make_placement(request).device if term.name == "largest unit")
+    assert largest.nbytes == 2 * (sizes["first/float32"] + sizes["first.inner.0/float32"])
+    assert "first.inner.0 and what encloses it" in largest.why
+
+
+# End to end -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("make", [zoo.Net, zoo.Nested, zoo.Frozen, lambda: zoo.Net(tied=True)])
+def test_the_smallest_budgets_are_enough_for_training(make: Any, schedule: Schedule, offload: MakeEngine) -> None:
+    chosen: dict[str, Any] = {"schedule": schedule.value, "precision": "fp32"}
+    plan = offload(zoo.build(make), **chosen).plan.placement
+    chosen["host"] = {"budget": plan.host_minimum_nbytes}
+    chosen["device"] = {"kind": "cpu", "budget": plan.device_minimum_nbytes}
+    model, plain = zoo.build(make), zoo.build(make)
+    offload(model, **chosen)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    expected = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    for step in range(2):
+        losses = []
+        for net, update in ((model, optimizer), (plain, expected)):
+            loss = zoo.loss_of(net, zoo.batch(step))
+            loss.backward()  # type: ignore[no-untyped-call]
+            update.step()
+            update.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
