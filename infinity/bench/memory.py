@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import xxhash
 
 from infinity.bench.engines import BenchEngine
 from infinity.bench.load import Load
@@ -24,10 +25,12 @@ from infinity.optim.hyper import AdamWHyper, Piece
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
 from infinity.sizes import MIB
+from storage.checksums import BLOCK_NBYTES
 from storage.types import Op
 
 _COPY_NBYTES = 256 * MIB  # larger than the caches of a processor
 _LINK_NBYTES = 256 * MIB
+_HASH_NBYTES = 64 * MIB
 _KERNEL_NUMEL = 4 * 1024 * 1024
 _HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 _DISK_LOAD = next(workload for workload in OFFLOAD.workloads if workload.read_percent == 50)
@@ -93,6 +96,7 @@ def _works(threads: int, closing: ExitStack) -> Iterator[tuple[str, int, str, Pa
     """Name, threads, unit and work; one after the other, so that the memory of one is free before the next."""
     for count in dict.fromkeys((1, threads)):
         yield "host memory copy", count, "bytes/s", _host_copy(count, closing)
+    yield "xxh3 checksum", 1, "bytes/s", _hash()
     if torch.cuda.is_available():
         for name, to_device in (("host to device", True), ("device to host", False)):
             yield name, 1, "bytes/s", _link_copy(to_device=to_device)
@@ -109,6 +113,19 @@ def _host_copy(count: int, closing: ExitStack) -> Pass:
     def work() -> int:
         pool.run([partial(np.copyto, to, of) for to, of in parts])
         return _COPY_NBYTES
+
+    return work
+
+
+def _hash() -> Pass:
+    """What the checksums of stored blocks cost; they are computed in the threads that move the bytes."""
+    memory = memoryview(np.ones(_HASH_NBYTES, np.uint8))
+    blocks = [memory[start : start + BLOCK_NBYTES] for start in range(0, _HASH_NBYTES, BLOCK_NBYTES)]
+
+    def work() -> int:
+        for block in blocks:
+            xxhash.xxh3_64_intdigest(block)
+        return _HASH_NBYTES
 
     return work
 
