@@ -119,7 +119,7 @@ def _host_copy(count: int, closing: ExitStack) -> Pass:
 
 def _hash() -> Pass:
     """What the checksums of stored blocks cost; they are computed in the threads that move the bytes."""
-    memory = memoryview(np.ones(_HASH_NBYTES, np.uint8))
+    memory = memoryview(bytes(_HASH_NBYTES))
     blocks = [memory[start : start + BLOCK_NBYTES] for start in range(0, _HASH_NBYTES, BLOCK_NBYTES)]
 
     def work() -> int:
