@@ -336,37 +336,79 @@ def test_parameters_that_cannot_be_offloaded(make: Callable[[], nn.Parameter], r
 
 # Any model --------------------------------------------------------------------------------------------------------
 
-LEAVES = st.sampled_from([lambda: nn.Linear(8, 8), lambda: nn.LayerNorm(8), nn.GELU, Block, lambda: Block(inner=2)])
+@st.composite
+def trees(draw: st.DrawFn) -> Model:
+    """A random model: containers, modules with several names, tied weights, parameters anywhere."""
+    pool: list[nn.Module] = []
 
+    def make(depth: int) -> nn.Module:
+        kinds = ["linear", "block", "none"] + (["list", "dict", "sequential", "model", "loose"] * 2 if depth else [])
+        match draw(st.sampled_from(kinds + (["again"] if pool else []))):
+            case "again":
+                return draw(st.sampled_from(pool))
+            case "linear":
+                module: nn.Module = nn.Linear(4, 4)
+            case "block":
+                module = Block(inner=draw(st.sampled_from([0, 2])))
+            case "none":
+                module = nn.ReLU()
+            case "loose":
+                module = nn.ParameterList(torch.empty(draw(st.integers(1, 400))) for _ in range(2))
+            case kind:
+                module = container(kind, [make(depth - 1) for _ in range(draw(st.integers(0, 3)))])
+        pool.append(module)
+        return module
 
-def _containers(parts: st.SearchStrategy[nn.Module]) -> st.SearchStrategy[nn.Module]:
-    several = st.lists(parts, max_size=3)
-    named = several.map(lambda found: {f"m{number}": part for number, part in enumerate(found)})
-    return st.one_of(
-        several.map(nn.ModuleList),
-        several.map(lambda found: nn.Sequential(*found)),
-        named.map(nn.ModuleDict),
-        named.map(lambda found: Model(**found)),
-        several.map(lambda found: nn.ModuleList([*found, *found])),
-        st.integers(1, 24).map(lambda n: nn.ParameterList(torch.empty(n, n) for _ in range(2))),
-    )
+    def container(kind: str, children: list[nn.Module]) -> nn.Module:
+        named = {f"c{number}": child for number, child in enumerate(children)}
+        match kind:
+            case "list":
+                return nn.ModuleList(children)
+            case "sequential":
+                return nn.Sequential(*children)
+            case "dict":
+                return nn.ModuleDict(named)
+            case _:
+                return Model(p=nn.Parameter(torch.zeros(draw(st.integers(1, 400)))), **named)
 
-
-TREES = st.recursive(LEAVES.map(lambda make: make()), _containers, max_leaves=6)
+    root = Model(top=make(3), other=make(2))
+    linears = [module for module in root.modules() if isinstance(module, nn.Linear) and module.in_features == 4]
+    if len(linears) > 1 and draw(st.booleans()):
+        linears[-1].weight = linears[0].weight
+    return root
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from("abc"), TREES), st.sampled_from([0, 300, 2000, 10**6]), st.data())
-def test_every_parameter_is_in_exactly_one_unit(
-    parts: dict[str, nn.Module], threshold_nbytes: int, data: st.DataObject
-) -> None:
-    model = Model(**parts)
-    places = [(module, name) for module in model.modules() for name, p in module._parameters.items() if p is not None]
-    if len(places) > 1 and data.draw(st.booleans(), label="tie"):
-        (one, a), (other, b) = data.draw(st.tuples(st.sampled_from(places), st.sampled_from(places)))
-        other._parameters[b] = one._parameters[a]
+@given(trees(), st.sampled_from([0, 300, 2000, 10**6]))
+def test_every_parameter_is_in_exactly_one_unit(model: nn.Module, threshold_nbytes: int) -> None:
     units = split(model, threshold_nbytes)
     again = split(model, threshold_nbytes)
     assert [(name, names(unit.own)) for name, unit in units.items()] == [(n, names(u.own)) for n, u in again.items()]
-    owners = {(id(module), name) for entry in find_parameters(model) for module, name in entry.owners}
-    assert owners == {(id(module), name) for module, name in places}
+
+
+@settings(deadline=None)
+@given(trees(), st.sampled_from([0, 300]))
+def test_a_borrowed_parameter_belongs_to_an_earlier_unit(model: nn.Module, threshold_nbytes: int) -> None:
+    before: set[int] = set()
+    for unit in split(model, threshold_nbytes).values():
+        assert {id(entry.parameter) for entry in unit.borrowed} <= before
+        before |= {id(entry.parameter) for entry in unit.own}
+
+
+@settings(deadline=None)
+@given(trees())
+def test_every_module_that_may_run_finds_its_parameters_gathered(model: nn.Module) -> None:
+    """Each parameter that a module holds is in a unit around that module."""
+    units = split(model, 0).values()
+    for module in model.modules():
+        around = [unit for unit in units if any(part is module for part in unit.module.modules())]
+        held = {id(entry.parameter) for unit in around for entry in (*unit.own, *unit.borrowed)}
+        assert {id(parameter) for parameter in module._parameters.values() if parameter is not None} <= held
+
+
+@settings(deadline=None)
+@given(trees())
+def test_every_holder_of_a_parameter_is_known(model: nn.Module) -> None:
+    held = {(id(module), name) for module in model.modules() for name, p in module._parameters.items() if p is not None}
+    owners = [(id(module), name) for entry in find_parameters(model) for module, name in entry.owners]
+    assert sorted(owners) == sorted(held)
