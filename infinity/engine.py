@@ -19,7 +19,6 @@ from infinity.checkpoint.load import load_checkpoint
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
 from infinity.checkpoint.save import save_checkpoint
 from infinity.config import Config
-from infinity.errors import InfinityError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.init import InitFn, fill_shards
@@ -76,6 +75,7 @@ class Engine:
 
     def attach_optimizer(self, optimizer: OptimizerView) -> None:
         """Called by an optimizer that is built over this engine's parameters."""
+        self._check_open()
         self._updates.attach(optimizer)
 
     def step(self, optimizer: OptimizerView) -> None:
@@ -225,8 +225,7 @@ class Engine:
         self.close()
 
     def _check_open(self) -> None:
-        if self._runtime.is_closed:
-            raise InfinityError("this engine is closed; its parameters and optimizer state are gone")
+        self._runtime.check_open()
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise TypeError("an engine cannot be copied")

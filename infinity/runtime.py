@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.devices.base import Device
+from infinity.errors import InfinityError
 from infinity.gather import Gatherer
 from infinity.gradients import GradientSink
 from infinity.groups import FlatGroup, Unit
@@ -76,6 +77,11 @@ class Runtime:
     @property
     def resident_groups(self) -> list[FlatGroup]:
         return [group for unit in self.units if unit.resident for group in unit.groups]
+
+    def check_open(self) -> None:
+        """Raise InfinityError when the engine is closed."""
+        if self.is_closed:
+            raise InfinityError("this engine is closed; its parameters and optimizer state are gone")
 
     def shut_down(self) -> None:
         """Close every part in reverse order of its making. Idempotent; an error is raised after all are closed."""
