@@ -12,6 +12,7 @@ operations whose reaches overlap run one after the other (see `ordering`).
 
 from __future__ import annotations
 
+import json
 import threading
 from array import array
 from dataclasses import dataclass, field
@@ -77,6 +78,31 @@ class KeyChecksums:
         self.digests = array("Q", bytes(8 * count))
         self.states = bytearray(count)
         self.spans: dict[int, list[Span]] = {}  # of split blocks, by offset
+
+    def dump(self) -> tuple[bytes, bytes, str]:
+        """Digests, states and spans, to be stored; nothing is in flight."""
+        spans = {
+            number: [(one.start, one.stop, one.digest, one.error is not None) for one in block]
+            for number, block in self.spans.items()
+        }
+        return self.digests.tobytes(), bytes(self.states), json.dumps(spans) if spans else ""
+
+    def restore(self, digests: bytes, states: bytes, spans: str) -> None:
+        """Take over what `dump` gave.
+
+        Raises:
+            ValueError, TypeError: it is of another key.
+        """
+        if (len(digests), len(states)) != (8 * len(self.digests), len(self.states)):
+            raise ValueError(f"checksums of {len(states)} blocks for {self.key!r}, which has {len(self.states)}")
+        self.digests = array("Q", digests)
+        self.states = bytearray(states)
+        for number, block in json.loads(spans or "{}").items():
+            self.spans[int(number)] = [Span(a, b, digest, self._old_damage(a, b, bad)) for a, b, digest, bad in block]
+
+    def _old_damage(self, start: int, stop: int, is_damaged: bool) -> IntegrityError | None:
+        message = f"bytes {start} to {stop} of {self.key!r} were found damaged before they were committed"
+        return IntegrityError(message, nbytes=stop - start, key=self.key) if is_damaged else None
 
     def bounds(self, number: int) -> tuple[int, int]:
         """Where a block starts and stops in the key."""

@@ -102,7 +102,7 @@ def _look(path: Path, *, is_free: bool) -> FoundFolder:
         pid, boot, started = int(owner["pid"]), str(owner["boot_id"]), float(owner["started"])
     except (OSError, ValueError, KeyError, TypeError):
         return FoundFolder(path, None, True, nbytes)
-    return FoundFolder(path, pid, not is_free or _is_running(pid, boot, started), nbytes)
+    return FoundFolder(path, pid, not is_free or is_running(pid, boot, started), nbytes)
 
 
 def _disk_nbytes(file: Path) -> int:
@@ -112,7 +112,8 @@ def _disk_nbytes(file: Path) -> int:
         return 0  # its owner is just closing
 
 
-def _is_running(pid: int, boot: str, started: float) -> bool:
+def is_running(pid: int, boot: str, started: float) -> bool:
+    """Whether the process that noted these three still runs; True when that cannot be known."""
     if boot != boot_id():
         return False
     try:

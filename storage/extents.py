@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 from storage.align import is_aligned
 from storage.errors import SwapFullError
@@ -17,6 +18,27 @@ class ExtentAllocator:
             [(0, capacity_nbytes)] if capacity_nbytes else []
         )  # (offset, nbytes), sorted
         self._used: dict[int, int] = {}
+
+    @classmethod
+    def restore(cls, capacity_nbytes: int, used: Iterable[tuple[int, int]]) -> ExtentAllocator:
+        """An allocator in which the spans `used`, as (offset, nbytes), are allocated already.
+
+        Raises:
+            ValueError: spans overlap, leave the capacity, or are not page multiples.
+        """
+        allocator = cls(0)
+        allocator.capacity_nbytes = capacity_nbytes
+        end = 0
+        for offset, nbytes in sorted(used):
+            if offset < end or nbytes <= 0 or offset + nbytes > capacity_nbytes or not is_aligned(offset | nbytes):
+                raise ValueError(f"{nbytes} bytes at {offset} overlap others, or leave the {capacity_nbytes} there are")
+            if offset > end:
+                allocator._free.append((end, offset - end))
+            allocator._used[offset] = nbytes
+            end = offset + nbytes
+        if capacity_nbytes > end:
+            allocator._free.append((end, capacity_nbytes - end))
+        return allocator
 
     @property
     def free_nbytes(self) -> int:
@@ -59,6 +81,18 @@ class ExtentAllocator:
             self._free[place] = (offset + nbytes, size - nbytes)
         self._used[offset] = nbytes
         return offset
+
+    def split(self, offset: int, nbytes: int) -> None:
+        """Make two of the span allocated at `offset`: the first has `nbytes`, the second can be freed on its own.
+
+        Raises:
+            ValueError: no span was allocated there, it is not longer than that, or `nbytes` is not a page multiple.
+        """
+        whole_nbytes = self._used.get(offset, 0)
+        if not 0 < nbytes < whole_nbytes or not is_aligned(nbytes):
+            raise ValueError(f"the {whole_nbytes} bytes allocated at {offset} cannot be split after {nbytes}")
+        self._used[offset] = nbytes
+        self._used[offset + nbytes] = whole_nbytes - nbytes
 
     def free(self, offset: int) -> int:
         """Give a span back; its size.

@@ -69,7 +69,7 @@ class KeyOrder:
         """An operation ended; those that may start now, in submission order."""
         self.operations.remove(operation)
         if operation.op is Op.WRITE:
-            self._note_write(operation.start, operation.stop, error)
+            self.note_write(operation.start, operation.stop, error)
         for later in operation.holds:
             later.held_by -= 1
         return [later for later in operation.holds if later.held_by == 0]
@@ -78,7 +78,7 @@ class KeyOrder:
         """Why bytes in this span are not what was written, if that is so."""
         return next((cause for a, b, cause in self.lost if a < stop and start < b), None)
 
-    def _note_write(self, start: int, stop: int, error: BaseException | None) -> None:
+    def note_write(self, start: int, stop: int, error: BaseException | None) -> None:
         """A failed write loses its span, a successful one makes it good again."""
         kept = []
         for lost_start, lost_stop, cause in self.lost:

@@ -116,18 +116,8 @@ class ShardStore:
             self._check_open()
             if key in self._keys:
                 raise ValueError(f"key {key!r} exists already")
-            pieces: list[Piece] = []
-            start = 0
-            try:
-                for drive, size in share_sizes(nbytes, len(self._drives), self._next_drive):
-                    pieces.append(Piece(start, Extent(drive, self._allocate(drive, size), size)))
-                    start += size
-            except BaseException:
-                self._free(pieces)
-                raise
-            self._next_drive = (self._next_drive + len(pieces)) % len(self._drives)
-            checksums = KeyChecksums(key, nbytes) if self._checksum is Checksum.XXH3 else None
-            self._keys[key] = StoredKey(nbytes, tuple(pieces), checksums)
+            pieces = self._allocate_pieces(0, nbytes)
+            self._keys[key] = StoredKey(nbytes, tuple(pieces), self._make_checksums(key, nbytes))
 
     def delete(self, key: str) -> None:
         """Give a key's space back. Nothing may be in flight on it."""
@@ -232,6 +222,22 @@ class ShardStore:
         if entry is None:
             raise KeyError(f"the shard store has no key {key!r}")
         return entry
+
+    def _make_checksums(self, key: str, nbytes: int) -> KeyChecksums | None:
+        return KeyChecksums(key, nbytes) if self._checksum is Checksum.XXH3 else None
+
+    def _allocate_pieces(self, start: int, nbytes: int) -> list[Piece]:
+        """Room for a span of a key, spread over the drives."""
+        pieces: list[Piece] = []
+        try:
+            for drive, size in share_sizes(nbytes, len(self._drives), self._next_drive):
+                pieces.append(Piece(start, Extent(drive, self._allocate(drive, size), size)))
+                start += size
+        except BaseException:
+            self._free(pieces)
+            raise
+        self._next_drive = (self._next_drive + len(pieces)) % len(self._drives)
+        return pieces
 
     def _allocate(self, drive: int, nbytes: int) -> int:
         file = self._drives[drive].file

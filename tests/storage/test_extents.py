@@ -111,3 +111,38 @@ def _runs(pages: list[int | None]) -> list[int]:
 
 TestExtentMachine = ExtentMachine.TestCase
 TestExtentMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_restoring_and_splitting() -> None:
+    allocator = ExtentAllocator.restore(16 * PAGE, [(8 * PAGE, 4 * PAGE), (2 * PAGE, PAGE)])
+    assert allocator.used() == [(2 * PAGE, PAGE), (8 * PAGE, 4 * PAGE)]
+    assert (allocator.free_nbytes, allocator.largest_free_nbytes) == (11 * PAGE, 5 * PAGE)
+    allocator.split(8 * PAGE, PAGE)
+    allocator.split(9 * PAGE, 2 * PAGE)
+    assert allocator.free(9 * PAGE) == 2 * PAGE
+    assert allocator.allocate(2 * PAGE) in (0, 9 * PAGE)
+    assert ExtentAllocator.restore(4 * PAGE, []).allocate(4 * PAGE) == 0
+    assert ExtentAllocator.restore(0, []).free_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        [(0, 2 * PAGE), (PAGE, PAGE)],
+        [(3 * PAGE, 2 * PAGE)],
+        [(0, 0)],
+        [(100, PAGE)],
+        [(0, 100)],
+        [(-PAGE, PAGE)],
+    ],
+)
+def test_spans_that_cannot_be_are_refused(used: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="overlap others, or leave"):
+        ExtentAllocator.restore(4 * PAGE, used)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, 4 * PAGE), (0, 100), (PAGE, PAGE), (0, -PAGE)])
+def test_splits_that_cannot_be_are_refused(offset: int, nbytes: int) -> None:
+    allocator = ExtentAllocator.restore(8 * PAGE, [(0, 4 * PAGE)])
+    with pytest.raises(ValueError, match="cannot be split"):
+        allocator.split(offset, nbytes)

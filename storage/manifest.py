@@ -1,0 +1,205 @@
+"""The durable metadata of a versioned store: which bytes of which file are a key's, and what they should hold.
+
+One SQLite database in WAL mode. A commit is one transaction, so after a crash at any moment it tells either of the
+generation before it or of the one it made. Every row carries a checksum of itself: SQLite notices a damaged structure,
+but not a damaged number.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from storage.errors import IntegrityError, StorageError
+from storage.stripes import Piece
+from storage.types import Extent
+
+MANIFEST_FILE = "manifest.sqlite"
+_FORMAT = 1
+_BUSY_TIMEOUT_S = 30.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS store (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys (
+    key TEXT PRIMARY KEY, nbytes INTEGER, dtype TEXT, generation INTEGER, step INTEGER,
+    pieces TEXT, digests BLOB, states BLOB, spans TEXT, check_sum TEXT
+) WITHOUT ROWID;
+"""
+_COLUMNS = "key, nbytes, dtype, generation, step, pieces, digests, states, spans, check_sum"
+
+CommitPoint = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """A key as of a generation.
+
+    Attributes:
+        dtype: of the elements, in words of the caller; "" if it did not say.
+        generation: number of the commit that wrote this.
+        step: of the program, at that commit.
+        pieces: where the bytes lie, by start.
+        digests, states, spans: of its checksums (see `KeyChecksums.dump`); empty without.
+    """
+
+    key: str
+    nbytes: int
+    dtype: str
+    generation: int
+    step: int
+    pieces: tuple[Piece, ...]
+    digests: bytes = b""
+    states: bytes = b""
+    spans: str = ""
+
+
+class Manifest:
+    """The database of one store; its store's lock makes sure that one thread uses it at a time.
+
+    Args:
+        path: the database; made when missing.
+        drives: number of drives; must be that of the store it was made for.
+
+    Raises:
+        IntegrityError: it cannot be read.
+        StorageError: it is of another number of drives, or of a newer format.
+    """
+
+    def __init__(self, path: Path, drives: int) -> None:
+        self.path = path
+        try:
+            self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL").close()
+            self._db.execute("PRAGMA synchronous = FULL").close()  # a commit that returned is on disk
+            self._prepare(drives)
+        except sqlite3.Error as error:
+            self._db.close()
+            raise self._unreadable(error) from error
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, drives: int) -> None:
+        self._db.executescript(_SCHEMA)
+        if not self._settings():
+            first = {"format": _FORMAT, "identity": secrets.token_hex(8), "drives": drives, "generation": 0, "step": -1}
+            self._db.executemany("INSERT OR IGNORE INTO store VALUES (?, ?)", list(first.items()))
+        found = self._settings()
+        try:
+            self.identity = str(found["identity"])
+            self.generation, self.step = int(str(found["generation"])), int(str(found["step"]))
+            form, count = int(str(found["format"])), int(str(found["drives"]))
+        except (KeyError, ValueError) as error:
+            raise self._unreadable(error) from error
+        if form != _FORMAT:
+            raise StorageError(f"{self.path} has format {form}; this version reads format {_FORMAT}")
+        if count != drives:
+            raise StorageError(f"the store of {self.path} lies on {count} drives, but {drives} were named")
+
+    def _settings(self) -> dict[str, object]:
+        with closing(self._db.execute("SELECT name, value FROM store")) as rows:
+            return dict(rows.fetchall())
+
+    def load(self) -> list[KeyRecord]:
+        """Every key of the last committed generation.
+
+        Raises:
+            IntegrityError: it cannot be read, or a row is damaged.
+        """
+        try:
+            with closing(self._db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY key")) as rows:
+                return [self._record(row) for row in rows.fetchall()]
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+
+    def commit(
+        self, step: int, changed: Iterable[KeyRecord], removed: Iterable[str], on_point: CommitPoint = lambda _: None
+    ) -> None:
+        """Make the next generation: all of it, or, when this raises, none of it as far as one can know.
+
+        Raises:
+            StorageError: the database could not be written to.
+        """
+        generation = self.generation + 1
+        try:
+            self._db.execute("BEGIN IMMEDIATE").close()
+            on_point("begun")
+            self._db.executemany("DELETE FROM keys WHERE key = ?", [(key,) for key in removed]).close()
+            on_point("removed")
+            for record in changed:
+                row = _row(record)
+                marks = ", ".join("?" * len(row))
+                self._db.execute(f"INSERT OR REPLACE INTO keys ({_COLUMNS}) VALUES ({marks})", row).close()
+                on_point(f"wrote {record.key}")
+            values = [(generation, "generation"), (step, "step")]
+            self._db.executemany("UPDATE store SET value = ? WHERE name = ?", values).close()
+            on_point("before commit")
+            self._db.execute("COMMIT").close()
+        except BaseException as error:
+            self._roll_back()
+            if not isinstance(error, sqlite3.Error):
+                raise
+            raise StorageError(
+                f"generation {generation} could not be committed to {self.path}: {error}. The generation before it is "
+                "intact, and what was written is still there: free space or repair the drive, and commit again"
+            ) from error
+        on_point("committed")
+        self.generation, self.step = generation, step
+
+    def _roll_back(self) -> None:
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK").close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._db.close()
+
+    def _record(self, row: tuple[object, ...]) -> KeyRecord:
+        key, nbytes, dtype, generation, step, pieces, digests, states, spans, check_sum = row
+        try:
+            record = KeyRecord(
+                str(key),
+                int(str(nbytes)),
+                str(dtype),
+                int(str(generation)),
+                int(str(step)),
+                tuple(Piece(start, Extent(*extent)) for start, *extent in json.loads(str(pieces))),
+                digests if isinstance(digests, bytes) else b"",
+                states if isinstance(states, bytes) else b"",
+                str(spans),
+            )
+        except (ValueError, TypeError) as error:
+            raise self._unreadable(error) from error
+        if _row(record)[-1] != check_sum:
+            raise IntegrityError(
+                f"{self.path} is damaged: what it says of key {record.key!r} (generation {record.generation}) is not "
+                "what was committed. Nothing was changed; use a copy or a checkpoint",
+                path=str(self.path),
+                key=record.key,
+                generation=record.generation,
+            )
+        return record
+
+    def _unreadable(self, error: Exception) -> IntegrityError:
+        return IntegrityError(
+            f"the manifest {self.path} cannot be read: {error}. Nothing was changed; use a copy or a checkpoint",
+            path=str(self.path),
+        )
+
+
+def _row(record: KeyRecord) -> tuple[object, ...]:
+    pieces = json.dumps([(one.start, one.extent.drive, one.extent.offset, one.extent.nbytes) for one in record.pieces])
+    numbers = (record.key, record.nbytes, record.dtype, record.generation, record.step)
+    hasher = xxhash.xxh3_64(json.dumps([*numbers, pieces, record.spans]).encode())
+    hasher.update(record.digests)
+    hasher.update(record.states)
+    return (*numbers, pieces, record.digests, record.states, record.spans, hasher.hexdigest())
