@@ -40,9 +40,9 @@ def empty_init() -> Iterator[None]:
 
 
 def _is_meta(group: FlatGroup) -> bool:
-    module, attribute = group.owners[0][0]
-    parameter = module._parameters[attribute]
-    return parameter is not None and parameter.is_meta
+    """Whether any parameter of the group has no data yet."""
+    held = [module._parameters[attribute] for owners in group.owners for module, attribute in owners[:1]]
+    return any(parameter is not None and parameter.is_meta for parameter in held)
 
 
 def _owner_ids(group: FlatGroup) -> set[int]:
