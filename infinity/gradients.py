@@ -157,6 +157,12 @@ class GradientSink:
         arrived = [(n, p) for n, p in enumerate(group.parameters) if p.grad is not None]
         if not arrived:
             return False
+        for number, parameter in arrived:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise UnsupportedModelError(
+                    f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
+                    "sparse=False"
+                )
         gradient = self._open(group)
         block = self._blocks.pop(group.index, None) or self._device.allocate(
             group.flat_nbytes, f"gradient of {group.key}"
@@ -165,11 +171,8 @@ class GradientSink:
         for number, parameter in arrived:
             grad = parameter.grad
             parameter.grad = None
-            if grad is None or grad.layout is not torch.strided:
-                raise UnsupportedModelError(
-                    f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
-                    "sparse=False"
-                )
+            if grad is None:
+                continue
             fences.append(
                 self._device.download(
                     block,

@@ -1,0 +1,169 @@
+"""What an engine shows of itself, and which models and settings it refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.conftest import MakeEngine
+from tests.mechanics.test_iterations import train
+from tests.zoo import Net, build
+
+
+def test_metrics_are_flat_numbers(offload: MakeEngine) -> None:
+    model = build(Net)
+    engine = offload(model, host={"budget": "440KiB"}, schedule="synchronous")
+    optimizer = infinity.AdamW(model.parameters())
+    for step in range(2):
+        train(model, optimizer, step)
+    metrics = engine.metrics()
+    assert all(isinstance(value, (int, float)) for value in metrics.values())
+    assert metrics["step"] == 2
+    assert metrics["nvme/read_bytes"] >= metrics["nvme/read_payload_bytes"] > 0
+    assert metrics["host/held_bytes"] <= metrics["host/peak_bytes"] <= metrics["host/budget_bytes"] == 440 << 10
+    assert metrics["device/held_bytes"] <= metrics["device/peak_bytes"] <= metrics["device/budget_bytes"]
+    assert metrics["stall/total_s"] == pytest.approx(
+        sum(v for k, v in metrics.items() if k.startswith("stall/") and k.endswith("_s") and k != "stall/total_s")
+    )
+    for part in ("window", "gradients", "transit", "pipeline"):
+        assert metrics[f"host/{part}_peak_bytes"] <= getattr(engine.plan.placement, f"{part}_nbytes")
+
+
+def test_traffic_adds_up(offload: MakeEngine) -> None:
+    model = build(Net)
+    engine = offload(model, host={"budget": "440KiB"})
+    optimizer = infinity.AdamW(model.parameters())
+    for step in range(3):
+        train(model, optimizer, step)
+    traffic, metrics = engine.traffic, engine.metrics()
+    assert len(traffic.per_step) == 3
+    assert traffic.initialisation["nvme_write_bytes"] > 0
+    assert traffic.initialisation["nvme_read_bytes"] == 0
+    moved = traffic.total["nvme_read_bytes"] + traffic.total["nvme_read_padding_bytes"]
+    assert moved == metrics["nvme/read_bytes"]
+    written = traffic.total["nvme_write_bytes"] + traffic.total["nvme_write_padding_bytes"]
+    assert written == metrics["nvme/write_bytes"]
+    assert sum(step["d2h_bytes"] for step in traffic.per_step) == metrics["link/d2h_bytes"]
+    trained = sum(p.numel() for p in model.parameters())
+    assert all(step["d2h_bytes"] == 4 * trained for step in traffic.per_step)
+
+
+def test_plan_describes_itself(offload: MakeEngine) -> None:
+    engine = offload(build(Net), schedule="overlapped")
+    text = engine.plan.describe()
+    assert "overlapped (asked for)" in text
+    assert {row.tier for row in engine.plan.table()} == {"device", "host", "nvme"}
+    placement = engine.plan.placement
+    assert sum(term.nbytes for term in placement.host) <= placement.host_budget_nbytes
+    assert engine.plan.parameters == sum(p.numel() for p in build(Net).parameters())
+    assert "residency:" in engine.report()
+
+
+def test_auto_schedule_says_why(offload: MakeEngine) -> None:
+    assert "auto: " in offload(build(Net)).plan.describe()
+
+
+def test_trace_can_be_written(offload: MakeEngine, tmp_path: Path) -> None:
+    model = build(Net)
+    engine = offload(model)
+    train(model, infinity.AdamW(model.parameters()), 0)
+    path = tmp_path / "trace.json"
+    engine.trace.write_chrome(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["cat"] for event in events if event["ph"] == "X"} >= {"optimizer"}
+
+
+def test_engines_and_models_cannot_be_copied(offload: MakeEngine) -> None:
+    model = build(Net)
+    engine = offload(model)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(engine)
+    with pytest.raises((TypeError, AttributeError, infinity.NotGatheredError)):
+        pickle.dumps(model)
+
+
+def test_metadata_of_released_parameters(offload: MakeEngine) -> None:
+    """What libraries ask of parameters works without the data."""
+    plain, model = build(Net), build(Net)
+    offload(model)
+    for (name, theirs), (same, mine) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert name == same
+        assert isinstance(mine, nn.Parameter)
+        assert (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
+        assert (mine.numel(), mine.dim(), mine.requires_grad, mine.is_leaf) == (
+            theirs.numel(), theirs.dim(), theirs.requires_grad, theirs.is_leaf,
+        )  # fmt: skip
+        assert mine.element_size() == theirs.element_size()
+        assert mine.grad is None
+        mine.grad = None
+        mine.requires_grad_(theirs.requires_grad)
+        assert name in repr(mine)
+        assert len({mine, mine}) == 1
+    model.train().eval()
+    model.zero_grad()
+    assert str(model) == str(plain)
+    with pytest.raises(infinity.UnsupportedModelError, match="requires_grad of offloaded parameter"):
+        model.requires_grad_(False)
+
+
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
+    "no parameters": (nn.ReLU, "nothing to offload"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "lazy"),
+    "complex": (lambda: nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]), "complex"),
+    "half": (lambda: nn.Linear(3, 3).half(), r"\.float\(\)"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_unsupported_models(offload: MakeEngine, kind: str) -> None:
+    make, what = UNSUPPORTED[kind]
+    with pytest.raises(infinity.UnsupportedModelError, match=what):
+        offload(make())
+
+
+def test_sparse_gradients_are_refused(offload: MakeEngine) -> None:
+    model = nn.Sequential(nn.Embedding(29, 37, sparse=True), nn.Linear(37, 3))
+    offload(model, schedule="synchronous", resident_threshold=0)
+    with pytest.raises(infinity.UnsupportedModelError, match="sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_twice_is_refused(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model)
+    with pytest.raises(infinity.UnsupportedModelError, match="offloaded once"):
+        offload(model)
+
+
+def test_several_ranks_are_refused(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(infinity.ConfigError, match="2 ranks"):
+        offload(build(Net))
+
+
+def test_temporary_swap_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without paths, a folder of the system's temporary directory is used and removed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = build(Net)
+    config = infinity.Config(precision="fp32", host={"budget": "440KiB"}, device={"kind": "cpu", "budget": "8MiB"},
+                             resident_threshold="1KiB", schedule="synchronous")  # fmt: skip
+    with infinity.offload(model, config) as engine:
+        assert engine.plan.placement.nvme_nbytes
+        assert list(tmp_path.iterdir())
+        train(model, infinity.AdamW(model.parameters()), 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_sync_is_accepted(offload: MakeEngine) -> None:
+    engine = offload(build(Net))
+    with engine.no_sync():
+        assert not engine.is_closed
