@@ -1,0 +1,177 @@
+"""The gradient sink by itself: accumulation, norms, spilling, and waiting for memory that never comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.devices.cpu import CpuDevice
+from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
+from infinity.groups import FlatGroup
+from infinity.observe.stalls import StallCause, StallClock
+from infinity.released import Access
+from infinity.units import Owned
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.types import Ticket
+
+
+class Nobody(Access):
+    def use_released(self, func: object, args: object, kwargs: object) -> None:
+        raise AssertionError("nothing is used here")
+
+
+def _group(index: int) -> FlatGroup:
+    line = nn.Linear(40, 30)
+    own = [Owned(name, p, [(line, name)]) for name, p in line.named_parameters()]
+    group = FlatGroup(index, f"g{index}", own, shard_dtype=torch.float32, compute_dtype=torch.float32)
+    group.attach(torch.device("cpu"), Nobody())
+    group.allocate_flat()
+    return group
+
+
+NBYTES = gradient_nbytes(_group(0))
+
+
+class Bench:
+    """A sink without an engine around it; `updating` says whether an update is under way."""
+
+    def __init__(self, held_nbytes: int) -> None:
+        self.pool = HostPool(1 << 20)
+        self.held = TierBudget("held", held_nbytes)
+        self.device = CpuDevice(1 << 20)
+        self.updating = False
+        self.stalls = StallClock(20.0, progress=lambda: 0, report=lambda: "")
+        self.sink = GradientSink(
+            device=self.device,
+            pool=self.pool,
+            store=None,
+            held=self.held,
+            transit=TierBudget("transit", 0),
+            spilled=frozenset(),
+            updates_in_flight=lambda: self.updating,
+            stalls=self.stalls,
+        )
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(2 * NBYTES)
+    yield bench
+    bench.sink.close()
+    assert bench.pool.leased_nbytes == bench.held.used_nbytes == bench.device.budget.used_nbytes == 0
+    bench.pool.close()
+
+
+def _give(group: FlatGroup, value: float) -> None:
+    for parameter in group.parameters:
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def test_gradients_add_up(bench: Bench) -> None:
+    group = _group(0)
+    for value in (1.0, 2.5):
+        bench.sink.expect(group)
+        _give(group, value)
+        assert bench.sink.harvest(group)
+    assert all(parameter.grad is None for parameter in group.parameters)
+    assert not bench.sink.harvest(group)
+    gradient = bench.sink.take(group)
+    for slot in range(2):
+        assert torch.equal(gradient.slot_view(slot), torch.full_like(gradient.slot_view(slot), 3.5))
+    assert bench.held.used_nbytes == NBYTES
+    gradient.release()
+    gradient.release()
+
+
+def test_slots_without_a_gradient_are_absent(bench: Bench) -> None:
+    group = _group(0)
+    group.parameters[1].grad = torch.ones(30)
+    assert bench.sink.harvest(group)
+    assert [bench.sink.has(group, slot) for slot in (0, 1)] == [False, True]
+    norms = bench.sink.norms([(group, 0), (group, 1)])
+    assert [float(norm) for norm in norms] == [pytest.approx(30**0.5)]
+    group.parameters[0].grad = torch.ones(30, 40)
+    bench.sink.harvest(group)
+    assert len(bench.sink.norms([(group, 0), (group, 1)])) == 2
+
+
+def test_norms_follow_later_gradients(bench: Bench) -> None:
+    group = _group(0)
+    _give(group, 1.0)
+    bench.sink.harvest(group)
+    before = bench.sink.norms([(group, 1)])[0]
+    _give(group, 1.0)
+    bench.sink.harvest(group)
+    assert bench.sink.norms([(group, 1)])[0] == pytest.approx(2 * float(before))
+
+
+def test_what_was_expected_and_never_came(bench: Bench) -> None:
+    group = _group(0)
+    bench.sink.expect(group)
+    bench.sink.expect(group)
+    assert bench.device.budget.used_nbytes == group.flat_nbytes
+    bench.sink.end_backward()
+    assert bench.device.budget.used_nbytes == 0
+    assert bench.sink.pending() == []
+
+
+def test_discard(bench: Bench) -> None:
+    group = _group(0)
+    _give(group, 1.0)
+    bench.sink.harvest(group)
+    bench.sink.discard()
+    assert not bench.sink.has(group, 0)
+    assert bench.held.used_nbytes == 0
+
+
+def test_no_memory_and_nobody_to_wait_for(bench: Bench) -> None:
+    groups = [_group(number) for number in range(3)]
+    for group in groups[:2]:
+        _give(group, 1.0)
+        bench.sink.harvest(group)
+    _give(groups[2], 1.0)
+    with pytest.raises(infinity.PlacementError, match=gradient_key(groups[2])):
+        bench.sink.harvest(groups[2])
+    assert not bench.held.waiting()
+
+
+def test_waiting_for_an_update_that_gives_memory_back(bench: Bench) -> None:
+    groups = [_group(number) for number in range(3)]
+    for group in groups[:2]:
+        _give(group, 1.0)
+        bench.sink.harvest(group)
+    bench.updating = True
+    gradient = bench.sink.take(groups[0])
+    threading.Timer(0.01, gradient.release).start()
+    _give(groups[2], 1.0)
+    assert bench.sink.harvest(groups[2])
+    assert bench.stalls.counts[StallCause.GRADIENT_SPACE] <= 1
+
+
+def test_the_last_update_ends_without_giving_memory_back(bench: Bench) -> None:
+    """Found out while waiting, not at the I/O timeout."""
+    groups = [_group(number) for number in range(3)]
+    for group in groups[:2]:
+        _give(group, 1.0)
+        bench.sink.harvest(group)
+    bench.updating = True
+    threading.Timer(0.01, lambda: setattr(bench, "updating", False)).start()
+    _give(groups[2], 1.0)
+    with pytest.raises(infinity.PlacementError, match="schedule='synchronous'"):
+        bench.sink.harvest(groups[2])
+
+
+def test_settling_is_waiting_without_the_error() -> None:
+    clock = StallClock(1.0, progress=lambda: 0, report=lambda: "")
+    ticket = Ticket("failed")
+    ticket.set_exception(ArithmeticError())
+    clock.settle(ticket, StallCause.NVME_READ)
+    with pytest.raises(ArithmeticError):
+        clock.wait(ticket, StallCause.NVME_READ)
+    assert clock.total_s == 0
