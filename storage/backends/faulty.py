@@ -38,6 +38,7 @@ class Fault(Enum):
     SHORT = "the transfer ends after its first half and cannot be resumed"
     STUCK = "the device does not answer until `release_stuck`, or until the backend is closed"
     SLOW = "a latency spike: the transfer starts `delay_s` late, and others overtake it"
+    TORN = "only the first half of the bytes moves, and nobody says so"
     BIT_FLIP = "one bit of the data is wrong, and nobody says so"
 
 
@@ -162,7 +163,7 @@ class FaultyBackend:
                 self._inner.submit(request)
             case Fault.BIT_FLIP:
                 self._submit_flipped(request)
-            case Fault.IO_ERROR | Fault.NO_SPACE | Fault.SHORT:
+            case Fault.IO_ERROR | Fault.NO_SPACE | Fault.SHORT | Fault.TORN:
                 self._submit_half(request, fault)
 
     def in_flight(self) -> list[IoRequest]:
@@ -211,14 +212,15 @@ class FaultyBackend:
     def _submit_half(self, request: IoRequest, fault: Fault) -> None:
         half = align_down(len(request.memory) // 2, PAGE_NBYTES)
 
-        def fail(ticket: Ticket) -> None:
-            request.ticket.set_exception(ticket.exception or _error(request, half, fault))
+        def end(ticket: Ticket) -> None:
+            error = ticket.exception or (_checked(request) if fault is Fault.TORN else _error(request, half, fault))
+            _complete(request.ticket, error)
 
         if not half:
-            fail(Ticket.completed())
+            end(Ticket.completed())
             return
-        part = replace(request, memory=request.memory[:half], ticket=Ticket(request.ticket.label))
-        part.ticket.add_done_callback(fail)
+        part = replace(request, memory=request.memory[:half], ticket=Ticket(request.ticket.label), check=None)
+        part.ticket.add_done_callback(end)
         self._inner.submit(part)
 
     def _submit_flipped(self, request: IoRequest) -> None:
@@ -237,13 +239,17 @@ class FaultyBackend:
             if error is None and request.op is Op.READ:
                 _flip(request.memory)
                 error = _checked(request)
-            if error is not None:
-                request.ticket.set_exception(error)
-            else:
-                request.ticket.set_done()
+            _complete(request.ticket, error)
 
         part.ticket.add_done_callback(end)
         self._inner.submit(part)
+
+
+def _complete(ticket: Ticket, error: BaseException | None) -> None:
+    if error is None:
+        ticket.set_done()
+    else:
+        ticket.set_exception(error)
 
 
 def _checked(request: IoRequest) -> Exception | None:
