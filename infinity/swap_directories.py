@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,8 @@ def default_directory() -> Path:
 
 def file_system_of(path: Path) -> str:
     """Type of the file system that holds a path, such as "ext4"; "" when the system does not tell."""
-    existing = next((p for p in (path.absolute(), *path.absolute().parents) if p.exists()), Path("/")).resolve()
+    # A path that may not be looked at counts like one that is not there; `Path.exists` would raise.
+    candidates = (path.absolute(), *path.absolute().parents)
+    existing = next((p for p in candidates if os.path.exists(p)), Path("/")).resolve()
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounts[p] for p in (existing, *existing.parents) if p in mounts), "")
