@@ -26,6 +26,7 @@ from storage.types import Op
 # Small enough that reading a cut block back costs little, large enough that Python's part in hashing (about a
 # microsecond per block, GIL held) is some percent, and that xxhash lets go of the GIL for the rest.
 BLOCK_NBYTES = 256 << 10
+READ_BACK_KIND = "checksum"  # the traffic tag of what is read only to judge a checksum; none of it is payload
 
 
 class Checksum(StrEnum):
@@ -186,6 +187,10 @@ class Check:
         self._memory = memory
         self._missing: dict[int, int] = {}  # bytes of a block that are still to move, of blocks that move in parts
         self._lock = threading.Lock()
+
+    @property
+    def read_back_nbytes(self) -> int:
+        return sum(cut.span.stop - cut.span.start for cut in self.cuts)
 
     def moved(self, start: int, stop: int, place: Place) -> None:
         """Bytes `start` to `stop` of the key have moved.

@@ -36,7 +36,8 @@ class IoStats:
         self._latencies: dict[Op, Counter[int]] = {op: Counter() for op in Op}
         self._lock = threading.Lock()
 
-    def add(self, op: Op, tag: TrafficTag, moved_nbytes: int, payload_nbytes: int, seconds: float) -> None:
+    def add(self, op: Op, tag: TrafficTag, moved_nbytes: int, payload_nbytes: int, seconds: float | None) -> None:
+        """Count a transfer; `seconds` is None for a part of another one, which has no latency of its own."""
         with self._lock:
             record = self._records.get((op, tag))
             if record is None:
@@ -44,6 +45,8 @@ class IoStats:
             record.moved_nbytes += moved_nbytes
             record.payload_nbytes += payload_nbytes
             record.operations += 1
+            if seconds is None:
+                return
             record.seconds += seconds
             self._latencies[op][int(seconds * 1e6).bit_length()] += 1
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from storage.align import PAGE_NBYTES, align_up, is_aligned
-from storage.checksums import Checksum, KeyChecksums
+from storage.checksums import READ_BACK_KIND, Checksum, KeyChecksums
 from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
 from storage.errors import ClosedError, SwapFullError
 from storage.ordering import Operation
@@ -314,6 +314,9 @@ class ShardStore:
             seconds = time.perf_counter() - operation.started_s
             nbytes = len(operation.memory)
             self.stats.add(operation.op, operation.tag, nbytes, operation.payload_nbytes, seconds)
+            if operation.check is not None and operation.check.cuts:
+                tag = TrafficTag(READ_BACK_KIND, operation.tag.step)
+                self.stats.add(Op.READ, tag, operation.check.read_back_nbytes, 0, None)
         with self._lock:
             freed = entry.order.remove(operation, error)
             del self._in_flight[operation]

@@ -156,6 +156,19 @@ def test_an_operation_waits_for_those_that_share_the_spans_it_cuts(open_store: M
         assert store.drain(WAIT_S)
 
 
+def test_what_is_read_back_is_counted(open_store: MakeStore, pool: HostPool) -> None:
+    store = open_store()
+    store.create("a", 8 * PAGE)
+    with filled(pool, 8 * PAGE, 1) as lease:
+        finish(store.submit_write("a", lease.memory, tag=TAG))
+        for _ in range(3):  # only the first one cuts anything
+            finish(store.submit_write("a", lease.memory[: 2 * PAGE], offset=3 * PAGE, tag=TAG))
+            finish(store.submit_read("a", lease.memory[: 3 * PAGE], tag=TAG))
+    counted = store.stats.total(Op.READ, kind="checksum")
+    assert (counted.moved_nbytes, counted.payload_nbytes) == (8 * PAGE, 0)
+    assert store.stats.total(Op.READ, kind=TAG.kind).moved_nbytes == 9 * PAGE
+
+
 def test_a_span_that_cannot_be_read_back(open_store: MakeStore, pool: HostPool) -> None:
     faults: list[FaultyBackend] = []
 
