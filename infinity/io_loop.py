@@ -7,12 +7,15 @@ answer) and coroutines with `submit` (a ticket).
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from storage.errors import ClosedError
 from storage.types import Ticket
 
+_log = logging.getLogger(__name__)
 _JOIN_TIMEOUT_S = 10.0
 
 
@@ -24,6 +27,7 @@ class IoLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
+        self._closing = threading.RLock()  # nothing is handed over behind the end; finalizers may post while posting
         self._thread.start()
 
     @property
@@ -31,30 +35,54 @@ class IoLoop:
         return self._loop
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
-        """Run `function` on the loop soon. Messages run in the order they were posted."""
-        self._loop.call_soon_threadsafe(function, *args)
+        """Run `function` on the loop soon. Messages run in the order they were posted.
+
+        Raises:
+            ClosedError: the loop is closed.
+        """
+        with self._closing:
+            if self._closed:
+                raise ClosedError("the I/O loop is closed: its engine has been closed")
+            self._loop.call_soon_threadsafe(function, *args)
 
     def submit(self, coroutine: Coroutine[Any, Any, Any], label: str) -> Ticket:
-        """Run a coroutine on the loop; the ticket completes with it and carries its exception."""
+        """Run a coroutine on the loop; the ticket completes with it and carries its exception.
+
+        Raises:
+            ClosedError: the loop is closed.
+        """
         ticket = Ticket(label)
-        self._loop.call_soon_threadsafe(self._start, coroutine, ticket)
+        try:
+            self.post(self._start, coroutine, ticket)
+        except ClosedError as error:
+            coroutine.close()
+            raise ClosedError(f"{label}: {error}") from None
         return ticket
 
     def close(self) -> None:
-        """Cancel what still runs, stop the loop, join the thread. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Run what was posted, cancel what still runs then, stop the loop, join the thread. Idempotent."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._cancel_all()
-            self._loop.close()
+        if self._thread.is_alive():
+            _log.error("%s has not ended within %g s and is left behind", self._thread.name, _JOIN_TIMEOUT_S)
+            return
+        self._cancel_all()
+        self._loop.close()
 
     def _start(self, coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:
         task = self._loop.create_task(complete(coroutine, ticket))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda ended: self._ended(ended, coroutine, ticket))
+
+    def _ended(self, task: asyncio.Task[Any], coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:
+        self._tasks.discard(task)
+        if not ticket.done:  # cancelled before its first step: not even `complete` has run
+            coroutine.close()
+            ticket.set_exception(_cancelled(ticket))
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -75,9 +103,13 @@ async def complete(coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:
     try:
         await coroutine
     except asyncio.CancelledError as error:
-        ticket.set_exception(RuntimeError(f"{ticket.label} was cancelled because its engine closed"))
+        ticket.set_exception(_cancelled(ticket))
         raise error
     except BaseException as error:
         ticket.set_exception(error)
     else:
         ticket.set_done()
+
+
+def _cancelled(ticket: Ticket) -> Exception:
+    return ClosedError(f"{ticket.label} was cancelled because its engine closed")
