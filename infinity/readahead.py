@@ -202,7 +202,7 @@ class ReadAhead:
         self._stopped = True
 
     def updated(self, copy: HostCopy) -> None:
-        """The new bytes of a shard have landed in the swap file: keep the copy or give its memory back."""
+        """An update is over. If its bytes are in the swap file, keep the copy or give its memory back."""
         if copy.state is CopyState.WRITING:
             if copy.stays_when_written:
                 copy.written()
@@ -294,6 +294,8 @@ class ReadAhead:
             if victim.drop():
                 return
         if not held:
+            for copy in self._copies:
+                copy.raise_lost_update()  # its bytes stay in memory and fill the window
             raise PlacementError(
                 f"the read-ahead window of {self._window.limit_nbytes} bytes cannot hold {wanted.group.key} "
                 f"({wanted.group.shard_nbytes} bytes); held: {self._window.holders()}"

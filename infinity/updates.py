@@ -71,6 +71,7 @@ class Updates:
     def check_backward(self) -> None:
         """A backward begins."""
         self._runtime.check_open()  # a graph outlives the hooks
+        self.raise_failure()
         if self.is_overlapped and self._optimizer is None:
             raise ConfigError(
                 "schedule='overlapped' updates parameters during backward; build infinity.AdamW(model.parameters()) "

@@ -273,6 +273,7 @@ class UpdatePipeline:
         update.computed.set_exception(error)
         update.written.set_exception(error)
         self._on_failure(error)
+        self._read_ahead.updated(update.copy)
 
 
 @dataclass(frozen=True, slots=True)
