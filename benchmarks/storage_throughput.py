@@ -4,6 +4,8 @@
 
 Both sides transfer the same spans of a file of the same size, in turns, so that a drive that gets slower (or a
 neighbour that gets louder) hits both. The store and the plain threads use O_DIRECT, which the page cache cannot serve.
+The store runs with and without
+checksums, and the rate of the checksum alone is measured on one core, since it is what a faster drive would meet.
 A cache in the drive, or in the host of a virtual machine, is up to `--file`: make it larger than that cache. Figures
 are medians over rounds, with the range.
 """
@@ -25,7 +27,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import xxhash
+
 from storage.align import split_blocks
+from storage.checksums import BLOCK_NBYTES, Checksum
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
 from storage.types import Op, Priority, Ticket, TrafficTag
@@ -47,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Bytes per second of one side on one pattern: median, slowest and fastest round."""
+    """Bytes per second of one side on one pattern: median, slowest and fastest round; and its median processor time."""
 
     side: str
     pattern: str
@@ -56,6 +61,7 @@ class Figure:
     median_nbytes_per_s: float
     lowest_nbytes_per_s: float
     highest_nbytes_per_s: float
+    cpu_s_per_gb: float
     rounds: int
 
 
@@ -71,9 +77,12 @@ class StoreSide:
     """The shard store: one key per shard, all submitted at once."""
 
     name = "store"
+    checksum = Checksum.XXH3
 
     def __init__(self, directory: Path, file_nbytes: int, setting: Setting, memory: list[memoryview]) -> None:
-        options = StorageOptions(engine="direct", block_nbytes=setting.block_nbytes, threads=setting.threads)
+        options = StorageOptions(
+            engine="direct", block_nbytes=setting.block_nbytes, threads=setting.threads, checksum=self.checksum
+        )
         self._memory = memory
         self._count = file_nbytes // _SHARD_NBYTES
         self._store = ShardStore.open([directory], file_nbytes, options=options)
@@ -95,6 +104,13 @@ class StoreSide:
 
     def close(self) -> None:
         self._store.close()
+
+
+class UncheckedSide(StoreSide):
+    """The shard store without checksums."""
+
+    name = "unchecked"
+    checksum = Checksum.NONE
 
 
 class PlainSide:
@@ -129,7 +145,7 @@ class PlainSide:
         self._path.unlink()
 
 
-SIDES: tuple[type[StoreSide] | type[PlainSide], ...] = (StoreSide, PlainSide)
+SIDES: tuple[type[StoreSide] | type[PlainSide], ...] = (StoreSide, UncheckedSide, PlainSide)
 
 
 @contextmanager
@@ -150,25 +166,48 @@ def measure(
     directory: Path, file_nbytes: int, setting: Setting, memory: list[memoryview], deadline_s: float, rounds: int
 ) -> list[Figure]:
     """Rounds of every pattern, the sides in turns and in changing order, until `rounds` or the time is over."""
-    rates: dict[tuple[str, str], list[float]] = {}
+    rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
     with _sides(directory, file_nbytes, setting, memory) as sides:
         for side in sides:
             side.run(PATTERNS["write"])  # blocks that were only reserved are slower to write, and quick to read
         for number in range(rounds):
             for pattern, op_of in PATTERNS.items():
                 for side in sides if number % 2 == 0 else reversed(sides):
-                    started_s = time.perf_counter()
+                    started_s, started_cpu_s = time.perf_counter(), time.process_time()
                     side.run(op_of)
                     rate = file_nbytes / (time.perf_counter() - started_s)
-                    rates.setdefault((side.name, pattern), []).append(rate)
+                    cpu_s_per_gb = (time.process_time() - started_cpu_s) / file_nbytes * 1e9
+                    rates.setdefault((side.name, pattern), []).append((rate, cpu_s_per_gb))
             if time.monotonic() > deadline_s:
                 break
     return [_figure(side, pattern, setting, some) for (side, pattern), some in rates.items()]
 
 
-def _figure(side: str, pattern: str, setting: Setting, rates: list[float]) -> Figure:
-    median = statistics.median(rates)
-    return Figure(side, pattern, setting.block_nbytes, setting.threads, median, min(rates), max(rates), len(rates))
+def _figure(side: str, pattern: str, setting: Setting, measured: list[tuple[float, float]]) -> Figure:
+    rates, cpu = zip(*measured, strict=True)
+    return Figure(
+        side,
+        pattern,
+        setting.block_nbytes,
+        setting.threads,
+        statistics.median(rates),
+        min(rates),
+        max(rates),
+        statistics.median(cpu),
+        len(rates),
+    )
+
+
+def measure_checksum(memory: list[memoryview], rounds: int) -> float:
+    """Bytes per second of the checksum on one core, block by block as the store computes it; the median round."""
+    rates = []
+    for _ in range(rounds):
+        started_s = time.perf_counter()
+        for shard in memory:
+            for start, nbytes in split_blocks(0, len(shard), BLOCK_NBYTES):
+                xxhash.xxh3_64_intdigest(shard[start : start + nbytes])
+        rates.append(len(memory) * _SHARD_NBYTES / (time.perf_counter() - started_s))
+    return statistics.median(rates)
 
 
 def describe_machine(directory: Path) -> dict[str, object]:
@@ -232,15 +271,22 @@ def main(arguments: list[str]) -> int:
     for number, setting in enumerate(settings, start=1):
         deadline_s = started_s + chosen.seconds * number / len(settings)
         figures += measure(chosen.directory, chosen.file, setting, memory, deadline_s, chosen.rounds)
+    checksum_rate = measure_checksum(memory, chosen.rounds)
+    print(f"checksum alone, blocks of {BLOCK_NBYTES >> 10} KiB: {checksum_rate / 1e9:.1f} GB/s on one core")
     for figure in figures:
         print(
-            f"{figure.block_nbytes >> 10:>6} KiB x {figure.threads}  {figure.pattern:<6}{figure.side:<6}"
+            f"{figure.block_nbytes >> 10:>6} KiB x {figure.threads}  {figure.pattern:<6}{figure.side:<10}"
             f"{figure.median_nbytes_per_s / 1e9:6.2f} GB/s  "
             f"({figure.lowest_nbytes_per_s / 1e9:.2f} to {figure.highest_nbytes_per_s / 1e9:.2f}, "
-            f"{figure.rounds} rounds)"
+            f"{figure.rounds} rounds)  {figure.cpu_s_per_gb:.3f} CPU s/GB"
         )
     if chosen.json is not None:
-        report = {"machine": machine, "file_nbytes": chosen.file, "figures": [asdict(figure) for figure in figures]}
+        report = {
+            "machine": machine,
+            "file_nbytes": chosen.file,
+            "checksum": {"block_nbytes": BLOCK_NBYTES, "median_nbytes_per_s": checksum_rate},
+            "figures": [asdict(figure) for figure in figures],
+        }
         chosen.json.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
