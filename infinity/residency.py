@@ -40,16 +40,6 @@ class CopyState(Enum):
     FAILED = "failed"
 
 
-_ALLOWED: dict[CopyState, tuple[CopyState, ...]] = {
-    CopyState.ABSENT: (CopyState.READING,),
-    CopyState.READING: (CopyState.CLEAN, CopyState.FAILED, CopyState.ABSENT),
-    CopyState.CLEAN: (CopyState.UPDATING, CopyState.ABSENT, CopyState.FAILED),
-    CopyState.UPDATING: (CopyState.WRITING, CopyState.CLEAN, CopyState.FAILED),
-    CopyState.WRITING: (CopyState.CLEAN, CopyState.ABSENT, CopyState.FAILED),
-    CopyState.FAILED: (CopyState.ABSENT,),
-}
-
-
 class ResidencyError(InfinityError):
     """A transition that the state machine does not allow: a bug of the engine. Carries the history of the shard."""
 
@@ -104,31 +94,41 @@ class HostCopy:
         return self._is_claimed
 
     def begin_read(self, lease: Lease, reservation: Reservation | None, ticket: Ticket) -> None:
+        self._expect(CopyState.READING, CopyState.ABSENT)
         self.lease, self.reservation, self.ticket = lease, reservation, ticket
         self._move(CopyState.READING)
 
     def landed(self) -> None:
+        self._expect(CopyState.CLEAN, CopyState.READING)
         self._move(CopyState.CLEAN)
 
     def begin_update(self, ticket: Ticket) -> None:
+        self._expect(CopyState.UPDATING, CopyState.CLEAN)
         self.ticket = ticket
         self.awaits_update = self.is_used_up = False
         self._move(CopyState.UPDATING)
 
     def updated(self, written: Ticket) -> None:
         """The new bytes are final; `written` completes when the swap file holds them too."""
+        following = CopyState.CLEAN if self.pinned else CopyState.WRITING
+        self._expect(following, CopyState.UPDATING)
         self.ticket = written
-        self._move(CopyState.CLEAN if self.pinned else CopyState.WRITING)
+        self._move(following)
 
     def written(self) -> None:
+        self._expect(CopyState.CLEAN, CopyState.WRITING)
         self._move(CopyState.CLEAN)
 
     def drop(self) -> bool:
-        """Give the memory back. Idempotent. False, and nothing happens, while the copy is claimed."""
+        """Give the memory back. Idempotent. False, and nothing happens, while the copy is claimed.
+
+        Not while a read or an update uses the memory; a copy that is being written is dropped when the write is over.
+        """
         with self._claim_lock:
             if self._is_claimed:
                 return False
             if self.state is not CopyState.ABSENT:
+                self._expect(CopyState.ABSENT, CopyState.CLEAN, CopyState.WRITING, CopyState.FAILED)
                 self._move(CopyState.ABSENT)
         self._free()
         return True
@@ -136,6 +136,7 @@ class HostCopy:
     def fail(self) -> None:
         """The transition in progress failed. The bytes of an update stay in memory until `drop`."""
         if self.state is not CopyState.FAILED:
+            self._expect(CopyState.FAILED, CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
             self._move(CopyState.FAILED)
 
     def free_failed(self) -> None:
@@ -179,8 +180,11 @@ class HostCopy:
             self.reservation.release()
             self.reservation = None
 
-    def _move(self, to: CopyState) -> None:
-        if to not in _ALLOWED[self.state]:
+    def _expect(self, to: CopyState, *origins: CopyState) -> None:
+        """Refuse a transition to `to` that does not start at one of `origins`, before anything has changed."""
+        if self.state not in origins:
             raise ResidencyError(f"host copy of {self.describe()} cannot become {to.value}")
+
+    def _move(self, to: CopyState) -> None:
         self.state = to
         self.history.append(to)
