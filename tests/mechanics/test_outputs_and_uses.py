@@ -329,3 +329,35 @@ def test_compiled_model(offload: MakeEngine) -> None:
     assert losses == pytest.approx(expected, rel=1e-5)
     nothing_gathered(engine)
     torch._dynamo.reset()
+
+
+def test_an_input_used_inside_several_times_and_outside_may_differ_in_the_last_bit(offload: MakeEngine) -> None:
+    """The gradients that come from inside the unit are added to each other before that from outside is added.
+
+    Plain PyTorch adds them one by one. It is the one place where the order of a sum depends on the hooks.
+    """
+
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(37, 37), nn.Linear(37, 37), nn.Linear(37, 37)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.a(x) * self.b(x) + self.c(x)
+
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.several = nn.ModuleList(Several() for _ in range(2))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for several in self.several:
+                x = x + several(x)
+            out: Tensor = self.head(x)
+            return out
+
+    plain, ours = build(Model), build(Model)
+    offload(ours, schedule="synchronous")
+    expected = _steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True))
+    assert _steps(ours, infinity.AdamW(ours.parameters(), lr=1e-3)) == pytest.approx(expected, rel=1e-5)
