@@ -188,6 +188,7 @@ class VersionedStore(ShardStore):
                 except (ValueError, TypeError) as error:
                     self.close()
                     raise IntegrityError(f"{self._manifest.path}: {error}", key=record.key) from error
+                checksums.generation = record.generation
             self._keys[record.key] = StoredKey(record.nbytes, record.pieces, checksums)
             self._dtypes[record.key] = record.dtype
 
@@ -205,7 +206,7 @@ class VersionedStore(ShardStore):
             self._manifest.commit(
                 step, records, [key for key in changed if key not in self._keys], self._on_commit_point
             )
-        except StorageError:
+        except BaseException:
             # Whether the transaction reached the disk cannot be known: what it refers to must not be overwritten.
             self._fresh.clear()
             raise
@@ -275,8 +276,10 @@ class VersionedStore(ShardStore):
             self._changed.add(operation.key)
         super()._place(entry, operation)
         operation.old_pieces = old_pieces
-        if operation.check is not None:
-            operation.check.generation = self._manifest.generation + (operation.key in self._changed)
+        if entry.checksums is not None and operation.check is not None:
+            if operation.op is Op.WRITE:
+                entry.checksums.generation = self._manifest.generation + 1
+            operation.check.generation = entry.checksums.generation
 
     def _copy_on_write(self, pieces: Sequence[Piece], start: int, stop: int) -> Sequence[Piece]:
         """The pieces of a key after a write to `start` … `stop`, which must not touch a committed extent."""
