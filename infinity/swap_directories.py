@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+TEMPORARY_PREFIX = "infinity-swap-"
 _log = logging.getLogger(__name__)
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 _ON_DISK = Path("/var/tmp")
@@ -31,7 +32,7 @@ def swap_directories(paths: Sequence[Path] | None) -> Iterator[Sequence[Path]]:
                 _log.warning("%s is in memory, not on a disk: what is swapped there still takes memory", path)
         yield paths
         return
-    folder = Path(tempfile.mkdtemp(prefix="infinity-swap-", dir=default_directory()))
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=default_directory()))
 
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)

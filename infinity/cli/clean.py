@@ -12,6 +12,7 @@ from rich.table import Table
 from infinity.cli.console import make_console
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
+from infinity.swap_directories import TEMPORARY_PREFIX
 from storage.cleanup import FoundFolder, find_run_folders, remove_dead
 
 
@@ -25,8 +26,7 @@ def clean(directory: Path, report_path: Path | None) -> None:
     if not directory.is_dir():
         what = "is not a folder" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory}: this {what}; give the folder that --nvme was given")
-    found = find_run_folders(directory)
-    removed = remove_dead(directory)
+    found, removed = _clean_all([directory, *_temporary_folders(directory)])
     gone = {folder.path for folder in removed}
     left = [folder for folder in found if folder.path not in gone]
     console = make_console()
@@ -40,6 +40,24 @@ def clean(directory: Path, report_path: Path | None) -> None:
             report_path.write_text(json.dumps(report, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(f"--json {report_path}: cannot be written: {error.strerror or error}") from error
+
+
+def _temporary_folders(directory: Path) -> list[Path]:
+    """Folders that runs without `--nvme` made here for their swap folders."""
+    return [path for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")) if path.is_dir() and not path.is_symlink()]
+
+
+def _clean_all(directories: list[Path]) -> tuple[list[FoundFolder], list[FoundFolder]]:
+    """What was found and what of it was removed. A temporary folder goes with its last swap folder."""
+    found: list[FoundFolder] = []
+    removed: list[FoundFolder] = []
+    for directory in directories:
+        found += find_run_folders(directory)
+        gone = remove_dead(directory)
+        removed += gone
+        if gone and directory.name.startswith(TEMPORARY_PREFIX) and not any(directory.iterdir()):
+            directory.rmdir()
+    return found, removed
 
 
 def _table(removed: list[FoundFolder], left: list[FoundFolder]) -> Table:

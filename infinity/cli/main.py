@@ -179,7 +179,9 @@ def train(
 
 @app.command(epilog=_EPILOG)
 def clean(
-    directory: Annotated[Path, typer.Argument(help="The folder that --nvme was given.", show_default=False)],
+    directory: Annotated[
+        Path, typer.Argument(help="The folder that --nvme was given, or the temporary one.", show_default=False)
+    ],
     json: Annotated[Path | None, typer.Option(help="Write what was removed and left to this file.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.swap_directories import TEMPORARY_PREFIX
 from tests.cli.command import call, start
 
 _ABANDON = """
@@ -57,6 +58,18 @@ def test_removes_the_dead_and_leaves_the_living(tmp_path: Path) -> None:
     assert {str(folder) for folder in left} <= {folder["path"] for folder in report["left"]}
     assert unknown.exists()  # nobody can tell that its owner is dead
     assert (tmp_path / "notes").exists()
+
+
+def test_removes_what_a_killed_run_without_nvme_left(tmp_path: Path) -> None:
+    temporary = tmp_path / f"{TEMPORARY_PREFIX}abc"
+    just_made = tmp_path / f"{TEMPORARY_PREFIX}def"  # of a run that starts this moment
+    temporary.mkdir()
+    just_made.mkdir()
+    dead = _abandon(temporary)
+    code, output, _ = call("clean", tmp_path)
+    assert code == 0
+    assert dead.name in output
+    assert list(tmp_path.iterdir()) == [just_made]
 
 
 def test_nothing_to_do(tmp_path: Path) -> None:
