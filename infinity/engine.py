@@ -27,6 +27,7 @@ from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
 from infinity.order import Phase
 from infinity.plan.summary import Plan
+from infinity.released import ParameterRef
 from infinity.runtime import Runtime
 from infinity.updates import OptimizerView, Updates
 
@@ -200,6 +201,15 @@ class Engine:
         """Called by a released parameter that an operation touches."""
         self._check_open()
         return self._iteration.use_released(func, args, kwargs)
+
+    def gradient_of(self, ref: ParameterRef) -> torch.Tensor | None:
+        """What `parameter.grad` shows between backward and step."""
+        return None if self._runtime.is_closed else self._updates.gradient_of(ref.group, ref.slot)
+
+    def drop_gradient(self, ref: ParameterRef) -> None:
+        """What `parameter.grad = None` does."""
+        if not self._runtime.is_closed:
+            self._runtime.sink.drop(ref.group, ref.slot)
 
     def hold(self, groups: list[FlatGroup]) -> AbstractContextManager[None]:
         """Hold groups gathered for a block; see `infinity.gathered`."""

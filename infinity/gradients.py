@@ -19,6 +19,7 @@ from infinity.groups import FlatGroup
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.optim.clip import parameter_norm
+from infinity.released import SpilledGradient, fresh_grad, set_fresh_grad
 from storage.budget import Reservation, TierBudget
 from storage.pool import HostPool, Lease
 from storage.store import ShardStore
@@ -154,11 +155,12 @@ class GradientSink:
 
     def harvest(self, group: FlatGroup) -> bool:
         """Move every `.grad` of the group's parameters to the sink. True when there was any."""
-        arrived = [(n, p) for n, p in enumerate(group.parameters) if p.grad is not None]
+        arrived = [(n, p) for n, p in enumerate(group.parameters) if fresh_grad(p) is not None]
         if not arrived:
             return False
         for number, parameter in arrived:
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            grad = fresh_grad(parameter)
+            if grad is not None and grad.layout is not torch.strided:
                 raise UnsupportedModelError(
                     f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
                     "sparse=False"
@@ -169,8 +171,8 @@ class GradientSink:
         )
         fences = []
         for number, parameter in arrived:
-            grad = parameter.grad
-            parameter.grad = None
+            grad = fresh_grad(parameter)
+            set_fresh_grad(parameter, None)
             if grad is None:
                 continue
             fences.append(
@@ -236,6 +238,29 @@ class GradientSink:
     def has(self, group: FlatGroup, slot: int) -> bool:
         gradient = self._gradients.get(group.index)
         return gradient is not None and gradient.present[slot]
+
+    def view(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """The gradient of one parameter as it waits in host memory (fp32, changes count); None when there is none."""
+        if not self.has(group, slot):
+            return None
+        gradient, place = self._gradients[group.index], group.layout.slots[slot]
+        if gradient.lease is None:
+            return SpilledGradient(place.name, place.shape, GRAD_DTYPE)
+        for fence in gradient.fences:
+            fence.wait()
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        gradient.norms.pop(slot, None)  # whoever sees it may change it
+        return gradient.slot_view(slot).view(place.shape)
+
+    def drop(self, group: FlatGroup, slot: int) -> None:
+        """Forget the gradient of one parameter. Idempotent."""
+        gradient = self._gradients.get(group.index)
+        if gradient is not None:
+            gradient.present[slot] = False
+            gradient.norms.pop(slot, None)
+            if not any(gradient.present) and gradient.arrival.done and all(fence.done for fence in gradient.fences):
+                gradient.release()
+                del self._gradients[group.index]
 
     def take(self, group: FlatGroup) -> GroupGradient:
         """Hand the gradient over to an update, which releases it."""

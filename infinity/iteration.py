@@ -26,7 +26,7 @@ from infinity.errors import IterationError, NotGatheredError
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
 from infinity.order import Access, Mode, Phase
-from infinity.released import ReleasedParameter
+from infinity.released import ReleasedParameter, fresh_grad, set_fresh_grad
 from infinity.runtime import Runtime
 from infinity.updates import Updates
 
@@ -150,7 +150,7 @@ class Iteration:
         self.end_step()
         for group in runtime.groups:
             for parameter in group.parameters:
-                parameter.grad = None
+                set_fresh_grad(parameter, None)
         runtime.gatherer.release_all()
         self._updates.discard()
         self._updates.abandon()
@@ -213,7 +213,7 @@ class Iteration:
                 )
 
     def _harvest(self, group: FlatGroup, *, is_final: bool) -> None:
-        if any(parameter.grad is not None for parameter in group.parameters):
+        if any(fresh_grad(parameter) is not None for parameter in group.parameters):
             self._updates.refuse_second(group)
         self._runtime.sink.harvest(group)
         self._runtime.sink.settle(group)

@@ -1,5 +1,9 @@
 """What a module holds in place of a parameter: the real one while gathered, a refusing stand-in while released.
 
+[Note: gradients]
+A gradient leaves the device when its unit's backward is over and waits in host memory. `parameter.grad` shows it there
+(so norms can be read, and `model.zero_grad()` and torch's own clipping do what they say), and `None` takes it away.
+
 [Note: released parameters]
 Reading a tensor whose storage was freed is a segmentation fault on CPU, and a `meta` tensor in its place computes
 silent garbage. So a module never holds a freed parameter: it holds a `ReleasedParameter`, a wrapper subclass without
@@ -30,6 +34,12 @@ class Access(Protocol):
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run `func` with the released arguments gathered, or raise NotGatheredError."""
 
+    def gradient_of(self, ref: ParameterRef) -> torch.Tensor | None:
+        """The gradient that waits for the optimizer step, or None."""
+
+    def drop_gradient(self, ref: ParameterRef) -> None:
+        """Forget the gradient that waits for the optimizer step."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterRef:
@@ -49,11 +59,34 @@ class OffloadedParameter(nn.Parameter):
 
     ref: ParameterRef
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What autograd has just put here, or what waits for the optimizer step."""
+        fresh = fresh_grad(self)
+        return fresh if fresh is not None else self.ref.access.gradient_of(self.ref)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self.ref.access.drop_gradient(self.ref)
+        set_fresh_grad(self, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse(self.ref.name, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(self.ref.name, "pickle")
+
+
+def fresh_grad(parameter: OffloadedParameter) -> torch.Tensor | None:
+    """The gradient that autograd has accumulated and the sink has not collected yet."""
+    grad: torch.Tensor | None = _GRAD_GET(parameter)
+    return grad
+
+
+def set_fresh_grad(parameter: OffloadedParameter, value: torch.Tensor | None) -> None:
+    """Set what autograd accumulates into."""
+    _GRAD_SET(parameter, value)
 
 
 def _refuse(name: str, operation: str) -> NoReturn:
@@ -120,11 +153,11 @@ class ReleasedParameter(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func == _GRAD_GET:
-            return None
+            return args[0].ref.access.gradient_of(args[0].ref)
         if func == _GRAD_SET:
-            if args[1] is None:
-                return None
-            _refuse(args[0].ref.name, "setting .grad")
+            if args[1] is not None:
+                _refuse(args[0].ref.name, "setting .grad")
+            return args[0].ref.access.drop_gradient(args[0].ref)
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _keep_requires_grad(func, args, kwargs)
         return first_released(args, kwargs).ref.access.use_released(func, args, kwargs)
@@ -147,6 +180,42 @@ class ReleasedParameter(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(self.ref.name, "pickle")
+
+
+class SpilledGradient(torch.Tensor):
+    """Stands for a gradient that waits in the swap file: metadata only, everything else refuses."""
+
+    name: str
+
+    @staticmethod
+    def __new__(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> SpilledGradient:
+        self: SpilledGradient = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        self.name = name
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next(leaf.name for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, cls))
+        raise NotGatheredError(
+            f"{getattr(func, '__name__', func)} on the gradient of {name!r}, which waits in the swap file because the "
+            "gradients do not fit in the host budget. To clip, use infinity.clip_grad_norm_ or "
+            "AdamW(max_grad_norm=...); to read gradients, raise host.budget"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SpilledGradient({self.name}, shape={tuple(self.shape)})"
 
 
 def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -145,6 +145,20 @@ class Updates:
         self._submitted.clear()
         self._scales.clear()
 
+    def gradient_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """The gradient that waits for `step()`, or None.
+
+        Raises:
+            IterationError: `overlapped` has applied it already; a caller that clips or reads it would be misled.
+        """
+        used = self._submitted.get(group.index)
+        if used is not None and used[slot] is not None:
+            raise IterationError(
+                f"the gradient of {group.layout.slots[slot].name!r} was applied during backward, because the "
+                "schedule is 'overlapped'. Use schedule='synchronous' to read, change or clip gradients before step()"
+            )
+        return self._runtime.sink.view(group, slot)
+
     def discard(self) -> None:
         """Forget gradients that no step has used."""
         self._runtime.sink.discard()
@@ -249,6 +263,7 @@ class Updates:
         runtime, optimizer = self._runtime, self._optimizer
         if optimizer is None:
             return
+        runtime.gatherer.drop_ahead(groups)
         runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
         updates = []
         for group in groups:
