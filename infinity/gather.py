@@ -9,13 +9,13 @@ device thread, which counts as the same: one of them waits while the other runs)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from enum import Enum
 
 import torch
 
 from infinity.devices.base import Device, DeviceBlock, Fence
-from infinity.errors import DeviceOutOfMemoryError, PlacementError
+from infinity.errors import DeviceOutOfMemoryError
 from infinity.groups import FlatGroup
 from infinity.io_loop import IoLoop
 from infinity.observe.stalls import StallCause, StallClock
@@ -134,9 +134,9 @@ class Gatherer:
             if not gathering.users and gathering.state is GatherState.GATHERED:
                 self._free(gathering)
 
-    def drop_ahead(self) -> None:
-        """Free what was only uploaded ahead: its values are about to change."""
-        for gathering in self._gatherings:
+    def drop_ahead(self, groups: Iterable[FlatGroup]) -> None:
+        """Free what was only uploaded ahead of these groups: their values are about to change."""
+        for gathering in (self._gatherings[group.index] for group in groups):
             if gathering.state is GatherState.UPLOADING and not gathering.users:
                 self._free(gathering)
 
@@ -179,13 +179,7 @@ class Gatherer:
     # Parts -----------------------------------------------------------------------------------------------------
 
     def _start(self, gathering: _Gathering, phase: Phase) -> None:
-        copy = self.claim(gathering.group)
-        try:
-            self._upload(gathering, copy, phase)
-        except BaseException:
-            if gathering.state is GatherState.RELEASED:
-                self._io.post(self._read_ahead.consumed, gathering.group.index, phase)
-            raise
+        self._upload(gathering, self.claim(gathering.group), phase)
 
     def claim(self, group: FlatGroup) -> HostCopy:
         """The host copy with its bytes there, claimed: waits for an update, a read ahead, or a demand read."""
@@ -207,12 +201,17 @@ class Gatherer:
         return copy
 
     def _upload(self, gathering: _Gathering, copy: HostCopy, phase: Phase) -> None:
+        """Start the upload of a claimed copy. If that fails the group is released and the claim given up."""
         group = gathering.group
-        block = self._allocate(group)
-        group.allocate_flat()
-        gathering.block = block
+        try:
+            gathering.block = self._allocate(group)
+            group.allocate_flat()
+            fence = self._fill(gathering, gathering.block, copy)
+        except BaseException:
+            self._let_go(gathering)
+            self._io.post(self._read_ahead.consumed, group.index, phase)
+            raise
         gathering.state = GatherState.UPLOADING
-        fence = self._fill(gathering, block, copy)
         self._io.post(self._read_ahead.consumed, group.index, phase, fence)
 
     def _fill(self, gathering: _Gathering, block: DeviceBlock, copy: HostCopy) -> Fence:
@@ -243,15 +242,17 @@ class Gatherer:
                 self._free(ahead[-1])
 
     def _free(self, gathering: _Gathering) -> None:
-        group = gathering.group
         if gathering.fence is not None:
             gathering.fence.wait()
             gathering.fence = None
-        if gathering.block is None:
-            raise PlacementError(f"{group.key} is gathered without device memory")
-        group.show_released()
-        group.free_flat()
-        self._device.free(gathering.block)
-        gathering.block = None
+        gathering.group.show_released()
+        self._let_go(gathering)
+
+    def _let_go(self, gathering: _Gathering) -> None:
+        """Give back what device memory the group has."""
+        gathering.group.free_flat()
+        if gathering.block is not None:
+            self._device.free(gathering.block)
+            gathering.block = None
         gathering.state = GatherState.RELEASED
 

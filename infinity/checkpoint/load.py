@@ -125,7 +125,7 @@ def _check_tensors(folder: Path, index: Index) -> None:
 
 def _refuse_gathered(runtime: Runtime) -> None:
     resident = {group.index for group in runtime.resident_groups}
-    runtime.gatherer.drop_ahead()
+    runtime.gatherer.drop_ahead(runtime.groups)
     held = [group.key for group in runtime.gatherer.gathered() if group.index not in resident]
     if held:
         raise CheckpointError(

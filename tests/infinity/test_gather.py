@@ -1,0 +1,81 @@
+"""Gathering by itself: uploads that fail and uploads ahead of their access."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import infinity
+from infinity.order import Phase
+from tests.conftest import MakeEngine
+from tests.mechanics.test_iterations import nothing_gathered
+from tests.parity.loops import gathered_parameters
+from tests.zoo import Net, batch, build, loss_of
+
+
+def test_failed_upload_is_forgotten(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward uploads again; it never computes with the memory that the failed upload left unfilled."""
+    plain, ours = build(Net), build(Net)
+    engine = offload(ours)
+    runtime = engine._runtime
+    used_nbytes = runtime.device.budget.used_nbytes
+    with monkeypatch.context() as patched:
+
+        def fail(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("the link is down")
+
+        patched.setattr(runtime.device, "upload", fail)
+        with pytest.raises(RuntimeError, match="the link is down"):
+            ours(batch(0))
+    nothing_gathered(engine)
+    assert runtime.device.budget.used_nbytes == used_nbytes
+    assert torch.equal(loss_of(ours, batch(0)), loss_of(plain, batch(0)))
+
+
+def test_failed_allocation_is_forgotten(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch may be out of memory although the budget is not."""
+    ours = build(Net)
+    engine = offload(ours)
+    runtime = engine._runtime
+    used_nbytes = runtime.device.budget.used_nbytes
+    group = runtime.groups[0] if runtime.groups[0] not in runtime.resident_groups else runtime.groups[1]
+    with monkeypatch.context() as patched:
+
+        def fail() -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        patched.setattr(group, "allocate_flat", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            runtime.gatherer.gather(group, "somebody", Phase.FORWARD)
+    assert runtime.device.budget.used_nbytes == used_nbytes
+    nothing_gathered(engine)
+
+
+def _upload_everything_ahead(engine: infinity.Engine) -> None:
+    async def nothing() -> None:
+        """Only to know that the loop has heard of everything before."""
+
+    runtime = engine._runtime
+    assert runtime.io.submit(nothing(), "nothing").wait(10.0)
+    for group in runtime.groups:
+        assert group in runtime.resident_groups or runtime.gatherer.upload_ahead(group, Phase.BACKWARD)
+
+
+def test_uploaded_ahead_before_an_update(offload: MakeEngine) -> None:
+    """A backward that was expected and never came leaves an upload behind; the next forward wants the new values."""
+    plain, ours = build(Net), build(Net)
+    engine = offload(ours, schedule="synchronous", host={"budget": "64MiB"})
+    optimizers = torch.optim.AdamW(plain.parameters(), fused=True), infinity.AdamW(ours.parameters(), weight_decay=1e-2)
+    for step in range(3):
+        losses = []
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            loss = loss_of(model, batch(step))
+            loss.backward()
+            if model is ours:
+                _upload_everything_ahead(engine)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    for name, parameter in gathered_parameters(ours).items():
+        assert torch.equal(parameter, plain.get_parameter(name)), name
