@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -86,8 +87,9 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def everything_nbytes(request: Request) -> int:
-    """Bytes with which nothing has to be swapped, and more."""
-    return 40 * sum(group.layout.numel for group in request.groups)
+    """Bytes with which nothing has to be swapped: for shards, state, gradients, and parts of the largest size."""
+    sizes = [group.layout.numel for group in request.groups]
+    return 20 * sum(sizes) + 100 * max(sizes)
 
 
 @st.composite
@@ -125,7 +127,7 @@ def worth(request: Request, plan: Placement) -> Worth:
 # Host -------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(requests(), st.data())
 def test_host_terms_fit_in_any_budget(request: Request, data: st.DataObject) -> None:
     (budget,) = data.draw(budgets(request, 1))
@@ -138,14 +140,14 @@ def test_host_terms_fit_in_any_budget(request: Request, data: st.DataObject) -> 
     assert plan.state_pinned_nbytes == terms["pinned"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(requests(), st.data())
 def test_every_part_lets_a_step_make_progress(request: Request, data: st.DataObject) -> None:
     (budget,) = data.draw(budgets(request, 1))
     plan = plan_at(request, budget)
     streamed = [group for group in request.groups if group.index not in plan.pinned_params]
     assert plan.window_nbytes >= max((group.shard_nbytes for group in streamed), default=0)
-    swapped = [g for g in request.groups if g.trainable and not g.index in plan.pinned_states]
+    swapped = [g for g in request.groups if g.trainable and g.index not in plan.pinned_states]
     if swapped:
         # One chunk in transit: record, parameters, gradient.
         per_element = sum(field.dtype.itemsize for field in request.fields) + swapped[0].shard_dtype.itemsize + 4
@@ -163,7 +165,7 @@ def test_every_part_lets_a_step_make_progress(request: Request, data: st.DataObj
     assert flowing + unspent >= request.staging_nbytes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(requests())
 def test_the_smallest_host_budget_is_exact(request: Request) -> None:
     smallest, _ = minima(request)
@@ -172,30 +174,43 @@ def test_the_smallest_host_budget_is_exact(request: Request) -> None:
     with pytest.raises(PlacementError, match=rf"smallest host budget that works \({smallest} bytes\)") as caught:
         plan_at(request, smallest - 1)
     text = str(caught.value)
-    assert f"the host budget of" in text and f"({smallest - 1} bytes)" in text
-    assert all(f"{term.name}: {term.why}" in text for term in plan.host)
+    assert re.search(rf"the host budget of .* \({smallest - 1} bytes\) is too small for one step", text)
+    assert re.findall(r"  (\w+): ", text) == [term.name for term in plan.host]
     assert "device" not in text
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(requests(), st.data())
 def test_more_memory_is_never_used_worse(request: Request, data: st.DataObject) -> None:
     plans = [plan_at(request, budget) for budget in data.draw(budgets(request, 6))]
-    for less, more in zip(plans, plans[1:], strict=False):
+    for less, more in pairwise(plans):
         assert worth(request, less) <= worth(request, more)
         assert less.pipeline_nbytes <= more.pipeline_nbytes
         assert less.chunk_numel <= more.chunk_numel
         assert less.host_minimum_nbytes == more.host_minimum_nbytes
 
 
-@settings(deadline=None, max_examples=30)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("chunk_nbytes", [None, 200_000])
+def test_page_by_page_nothing_jumps_back(schedule: Schedule, chunk_nbytes: int | None) -> None:
+    with torch.device("meta"):
+        request = request_of(Stack([90, 40, 150, 90], tied=False, frozen=1, nested=False), schedule=schedule)
+    request = replace(request, chunk_nbytes=chunk_nbytes)
+    smallest, _ = minima(request)
+    plans = [plan_at(request, smallest + page * 4096) for page in range(1500)]
+    values = [worth(request, plan) for plan in plans]
+    assert values == sorted(values)
+    assert len(set(values)) > 8
+
+
+@settings(deadline=None, max_examples=25)
 @given(requests(), st.data())
 def test_the_same_question_has_the_same_answer(request: Request, data: st.DataObject) -> None:
     (budget,) = data.draw(budgets(request, 1))
     assert plan_at(request, budget) == plan_at(request, budget)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(requests(), st.data())
 def test_kept_copies_leave_room_for_the_largest_shard(request: Request, data: st.DataObject) -> None:
     (budget,) = data.draw(budgets(request, 1))
@@ -211,7 +226,7 @@ def test_kept_copies_leave_room_for_the_largest_shard(request: Request, data: st
         assert sum(request.groups[index].shard_nbytes for index in kept) + largest <= max(plan.window_nbytes, largest)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(requests(), st.data())
 def test_the_swap_file_holds_what_host_memory_does_not(request: Request, data: st.DataObject) -> None:
     (budget,) = data.draw(budgets(request, 1))
@@ -229,7 +244,7 @@ def test_the_swap_file_holds_what_host_memory_does_not(request: Request, data: s
         plan_at(replace(request, nvme_budget_nbytes=expected - 1), budget)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=25)
 @given(requests())
 def test_enough_memory_swaps_nothing(request: Request) -> None:
     smallest, _ = minima(request)
@@ -255,7 +270,7 @@ def test_spilling_is_told(schedule: Schedule) -> None:
 # Device -----------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(requests())
 def test_the_smallest_device_budget_is_exact(request: Request) -> None:
     _, smallest = minima(request)
