@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -117,6 +117,12 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     in_flight: list[GroupUpdate] = []
     for group in plan.groups:
         group.attach(plan.device.torch_device, plan.access)
+
+    def retire_gradient() -> bool:
+        return sink.retire_first()
+
+    gatherer = Gatherer(plan.device, plan.groups, made.copies, read_ahead, made.io, stalls, retire_gradient)
+    sink = _sink(plan, made, stalls, in_flight, free_ahead=gatherer.free_ahead)
     return Runtime(
         model=plan.model,
         config=plan.config,
@@ -135,8 +141,8 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         order=AccessOrder([unit.index for unit in plan.units if not unit.resident]),
         read_ahead=read_ahead,
         pipeline=pipeline,
-        gatherer=Gatherer(plan.device, plan.groups, made.copies, read_ahead, made.io, stalls),
-        sink=_sink(plan, made, stalls, in_flight),
+        gatherer=gatherer,
+        sink=sink,
         trace=made.trace,
         inspection=inspection,
         failure=made.failure,
@@ -144,7 +150,13 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     )
 
 
-def _sink(plan: Blueprint, made: _Resources, stalls: StallClock, in_flight: list[GroupUpdate]) -> GradientSink:
+def _sink(
+    plan: Blueprint,
+    made: _Resources,
+    stalls: StallClock,
+    in_flight: list[GroupUpdate],
+    free_ahead: Callable[[], bool],
+) -> GradientSink:
     return GradientSink(
         device=plan.device,
         pool=made.pool,
@@ -153,6 +165,7 @@ def _sink(plan: Blueprint, made: _Resources, stalls: StallClock, in_flight: list
         transit=made.budgets["transit"],
         spilled=plan.placement.spilled_gradients,
         updates_in_flight=lambda: any(not update.written.done for update in in_flight),
+        free_ahead=free_ahead,
         stalls=stalls,
     )
 

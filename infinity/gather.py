@@ -9,7 +9,7 @@ device thread, which counts as the same: one of them waits while the other runs)
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -58,6 +58,7 @@ class Gatherer:
         device: where flat buffers live; its budget is a ceiling.
         copies: host copies by group index.
         read_ahead, io: the scheduler and the loop it runs on.
+        retire_gradient: waits for device memory that a gradient gives back; False when none is on its way down.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Gatherer:
         read_ahead: ReadAhead,
         io: IoLoop,
         stalls: StallClock,
+        retire_gradient: Callable[[], bool],
     ) -> None:
         self._device = device
+        self._retire_gradient = retire_gradient
         self._copies = copies
         self._read_ahead = read_ahead
         self._io = io
@@ -159,7 +162,7 @@ class Gatherer:
         try:
             fence = self._fill(gathering, gathering.block, copy)
             self._finish(gathering)
-            fence.wait()
+            self._stalls.wait_fence(fence, group.key)  # the update of the next step changes the host copy
         finally:
             self.unclaim(group)
 
@@ -231,19 +234,24 @@ class Gatherer:
         gathering.group.show_gathered()
 
     def _allocate(self, group: FlatGroup) -> DeviceBlock:
-        """Device memory for a group; what was only uploaded ahead gives way."""
+        """Device memory for a group. Gradients on their way down give theirs back first, then what is ahead."""
         while True:
             try:
                 return self._device.allocate(group.flat_nbytes, group.key)
             except DeviceOutOfMemoryError:
-                ahead = [g for g in self._gatherings if g.state is GatherState.UPLOADING and not g.users]
-                if not ahead:
+                if not (self._retire_gradient() or self.free_ahead()):
                     raise
-                self._free(ahead[-1])
+
+    def free_ahead(self) -> bool:
+        """Free one group that was only uploaded ahead. False when there is none."""
+        ahead = [g for g in self._gatherings if g.state is GatherState.UPLOADING and not g.users]
+        if ahead:
+            self._free(ahead[-1])
+        return bool(ahead)
 
     def _free(self, gathering: _Gathering) -> None:
         if gathering.fence is not None:
-            gathering.fence.wait()
+            self._stalls.wait_fence(gathering.fence, gathering.group.key)
             gathering.fence = None
         gathering.group.show_released()
         self._let_go(gathering)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from infinity.devices.base import Device, DeviceBlock, Fence
-from infinity.errors import PlacementError, UnsupportedModelError
+from infinity.errors import DeviceOutOfMemoryError, PlacementError, UnsupportedModelError
 from infinity.groups import FlatGroup
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
@@ -107,6 +107,7 @@ class GradientSink:
         transit: budget for gradients on their way to and from the swap file.
         spilled: indices of the groups whose gradients wait in the swap file.
         updates_in_flight: whether an update is running that will give held memory back.
+        free_ahead: gives back device memory that only runs ahead; False when there is none.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class GradientSink:
         transit: TierBudget,
         spilled: frozenset[int],
         updates_in_flight: Callable[[], bool],
+        free_ahead: Callable[[], bool],
         stalls: StallClock,
     ) -> None:
         self._device = device
@@ -128,6 +130,7 @@ class GradientSink:
         self._transit = transit
         self._spilled = spilled
         self._updates_in_flight = updates_in_flight
+        self._free_ahead = free_ahead
         self._stalls = stalls
         self._gradients: dict[int, GroupGradient] = {}
         self._blocks: dict[int, DeviceBlock] = {}
@@ -141,8 +144,7 @@ class GradientSink:
     def expect(self, group: FlatGroup) -> None:
         """A backward of the group begins: reserve device memory for its gradient; read back what was spilled."""
         if group.index not in self._blocks:
-            self._retire()
-            self._blocks[group.index] = self._device.allocate(group.flat_nbytes, f"gradient of {group.key}")
+            self._blocks[group.index] = self._allocate(group)
         gradient = self._gradients.get(group.index)
         if gradient is not None and gradient.is_spilled and gradient.lease is None:
             nbytes = gradient_nbytes(group)
@@ -166,10 +168,9 @@ class GradientSink:
                     "sparse=False"
                 )
         gradient = self._open(group)
-        block = self._blocks.pop(group.index, None) or self._device.allocate(
-            group.flat_nbytes, f"gradient of {group.key}"
-        )
-        fences = []
+        block = self._blocks.pop(group.index, None) or self._allocate(group)
+        fences: list[Fence] = []
+        self._retiring.append((fences, block))  # at once: a download that fails must not keep the block
         for number, parameter in arrived:
             grad = fresh_grad(parameter)
             set_fresh_grad(parameter, None)
@@ -187,8 +188,10 @@ class GradientSink:
             )
             gradient.present[number] = True
             gradient.norms.pop(number, None)
-        gradient.fences = [f for f in (*gradient.fences, *fences) if not f.done]
-        self._retiring.append((fences, block))
+        gradient.fences += fences
+        for fence in [fence for fence in gradient.fences if fence.done]:
+            fence.wait()  # raises what went wrong
+            gradient.fences.remove(fence)
         self._retire()
         return True
 
@@ -197,9 +200,7 @@ class GradientSink:
         gradient = self._gradients.get(group.index)
         if gradient is None or group.index not in self._spilled or gradient.lease is None or self._store is None:
             return
-        for fence in gradient.fences:
-            fence.wait()
-        gradient.fences = []
+        self._wait_arrived(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
         if self.wants_norms:
             self._measure(gradient)
@@ -246,8 +247,7 @@ class GradientSink:
         gradient, place = self._gradients[group.index], group.layout.slots[slot]
         if gradient.lease is None:
             return SpilledGradient(place.name, place.shape, GRAD_DTYPE)
-        for fence in gradient.fences:
-            fence.wait()
+        self._wait_arrived(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
         gradient.norms.pop(slot, None)  # whoever sees it may change it
         return gradient.slot_view(slot).view(place.shape)
@@ -256,9 +256,10 @@ class GradientSink:
         """Forget the gradient of one parameter. Idempotent."""
         gradient = self._gradients.get(group.index)
         if gradient is not None:
+            self._wait_arrived(gradient)  # what comes next overwrites, and must not meet a copy under way
             gradient.present[slot] = False
             gradient.norms.pop(slot, None)
-            if not any(gradient.present) and gradient.arrival.done and all(fence.done for fence in gradient.fences):
+            if not any(gradient.present) and gradient.arrival.done:
                 gradient.release()
                 del self._gradients[group.index]
 
@@ -292,7 +293,7 @@ class GradientSink:
         """Forget every gradient (zero_grad, or the iteration was reset), and what went wrong with it."""
         for gradient in self._gradients.values():
             for fence in gradient.fences:
-                fence.wait()
+                self._stalls.settle_fence(fence, gradient.group.key)
             if gradient.lease is not None:
                 self._stalls.settle(gradient.arrival, StallCause.GRADIENT_READ)
             gradient.release()
@@ -354,12 +355,39 @@ class GradientSink:
         self._stalls.wait(gradient.submit_read_back(self.step, Priority.DEMAND), StallCause.GRADIENT_READ)
 
     def _measure(self, gradient: GroupGradient) -> None:
-        for fence in gradient.fences:
-            fence.wait()
+        self._wait_arrived(gradient)
         slots: Sequence[bool] = gradient.present
         for slot, there in enumerate(slots):
             if there and slot not in gradient.norms:
                 gradient.norms[slot] = parameter_norm(gradient.slot_view(slot))
+
+    def _wait_arrived(self, gradient: GroupGradient) -> None:
+        """Until every download into the gradient is over. Raises what went wrong with one."""
+        for fence in gradient.fences:
+            self._stalls.wait_fence(fence, f"gradient of {gradient.group.key}")
+        gradient.fences = []
+
+    def _allocate(self, group: FlatGroup) -> DeviceBlock:
+        """Device memory for a gradient. Gradients on their way down give theirs back first, then what is ahead."""
+        while True:
+            self._retire()
+            try:
+                return self._device.allocate(group.flat_nbytes, f"gradient of {group.key}")
+            except DeviceOutOfMemoryError:
+                if not (self.retire_first() or self._free_ahead()):
+                    raise
+
+    def retire_first(self) -> bool:
+        """Wait until the gradient that leaves the device next has left it. False when none does."""
+        if not self._retiring:
+            return False
+        fences, block = self._retiring.pop(0)
+        try:
+            for fence in fences:
+                self._stalls.wait_fence(fence, block.owner)
+        finally:
+            self._device.free(block)
+        return True
 
     def _retire(self) -> None:
         """Free device blocks whose gradients have arrived in host memory."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
+from infinity.devices.base import Fence
 from storage.errors import IoTimeoutError
 from storage.types import Ticket
 
@@ -66,11 +67,39 @@ class StallClock:
 
     def settle(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None = None) -> None:
         """Like `wait`, but a ticket that failed is as good as one that succeeded."""
-        if ticket.done:
-            return
+        if not ticket.done:
+            self._measure(ticket.wait, ticket.label, cause, check)
+
+    def wait_fence(self, fence: Fence, label: str) -> None:
+        """Wait for a copy between host and device and raise what went wrong with it.
+
+        Raises:
+            IoTimeoutError: nothing made progress for `io_timeout_s` seconds.
+        """
+        self.settle_fence(fence, label)
+        fence.wait()
+
+    def settle_fence(self, fence: Fence, label: str) -> None:
+        """Like `wait_fence`, but a copy that failed is as good as one that succeeded."""
+
+        def is_over(timeout_s: float) -> bool:
+            try:
+                fence.wait(timeout_s)
+            except TimeoutError:
+                return False
+            except Exception:
+                return True  # `wait_fence` asks again and raises it
+            return True
+
+        if not fence.done:
+            self._measure(is_over, label, StallCause.LINK, None)
+
+    def _measure(
+        self, is_over: Callable[[float], bool], label: str, cause: StallCause, check: Callable[[], None] | None
+    ) -> None:
         started_s = time.perf_counter()
         try:
-            self._wait(ticket, cause, check)
+            self._wait(is_over, label, cause, check)
         finally:
             stalled_s = time.perf_counter() - started_s
             self.seconds[cause] += stalled_s
@@ -78,10 +107,12 @@ class StallClock:
             if self._on_stall is not None:
                 self._on_stall(cause.value, started_s, stalled_s)
 
-    def _wait(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None) -> None:
+    def _wait(
+        self, is_over: Callable[[float], bool], label: str, cause: StallCause, check: Callable[[], None] | None
+    ) -> None:
         seen = self._progress()
         moved_s = time.monotonic()
-        while not ticket.wait(min(_POLL_S, self._io_timeout_s)):
+        while not is_over(min(_POLL_S, self._io_timeout_s)):
             if check is not None:
                 check()
             now = self._progress()
@@ -89,7 +120,7 @@ class StallClock:
                 seen, moved_s = now, time.monotonic()
             elif time.monotonic() - moved_s >= self._io_timeout_s:
                 raise IoTimeoutError(
-                    f"no transfer made progress for {self._io_timeout_s:g} s while waiting for {ticket.label} "
+                    f"no transfer made progress for {self._io_timeout_s:g} s while waiting for {label} "
                     f"({cause.value}). The device is stuck or far too slow; check it, or raise nvme.io_timeout_s.\n"
                     f"{self._report()}"
                 )

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.devices.base import DeviceBlock
 from infinity.devices.cpu import CpuDevice
+from infinity.errors import DeviceOutOfMemoryError
 from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
@@ -46,6 +48,7 @@ class Bench:
         self.held = TierBudget("held", held_nbytes)
         self.device = CpuDevice(1 << 20)
         self.updating = False
+        self.ahead: DeviceBlock | None = None
         self.stalls = StallClock(20.0, progress=lambda: 0, report=lambda: "")
         self.sink = GradientSink(
             device=self.device,
@@ -55,8 +58,32 @@ class Bench:
             transit=TierBudget("transit", 0),
             spilled=frozenset(),
             updates_in_flight=lambda: self.updating,
+            free_ahead=self._free_ahead,
             stalls=self.stalls,
         )
+
+
+    def _free_ahead(self) -> bool:
+        block, self.ahead = self.ahead, None
+        if block is not None:
+            self.device.free(block)
+        return block is not None
+
+
+class Slow:
+    """A copy that is over when its ticket is."""
+
+    def __init__(self) -> None:
+        self.ticket = Ticket("a slow copy")
+
+    @property
+    def done(self) -> bool:
+        return self.ticket.done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.ticket.wait(timeout_s):
+            raise TimeoutError
+        self.ticket.result()
 
 
 @pytest.fixture
@@ -175,3 +202,71 @@ def test_settling_is_waiting_without_the_error() -> None:
     with pytest.raises(ArithmeticError):
         clock.wait(ticket, StallCause.NVME_READ)
     assert clock.total_s == 0
+
+
+def _slow_downloads(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[Slow]:
+    copies: list[Slow] = []
+
+    def download(*args: object, **kwargs: object) -> Slow:
+        copies.append(Slow())
+        return copies[-1]
+
+    monkeypatch.setattr(bench.device, "download", download)
+    return copies
+
+
+def test_copy_that_failed_before_anybody_looked(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that has not arrived is never taken for one that has."""
+    copies = _slow_downloads(bench, monkeypatch)
+    group = _group(0)
+    bench.sink.expect(group)
+    _give(group, 1.0)
+    bench.sink.harvest(group)
+    copies[0].ticket.set_exception(RuntimeError("the link is down"))
+    copies[1].ticket.set_done()
+    _give(group, 1.0)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        bench.sink.harvest(group)
+    for copy in copies:
+        copy.ticket.set_done()
+    bench.sink.discard()
+    assert bench.held.used_nbytes == bench.device.budget.used_nbytes == 0
+
+
+def test_copy_that_cannot_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = _group(0)
+    bench.sink.expect(group)
+    _give(group, 1.0)
+    with monkeypatch.context() as patched:
+
+        def download(*args: object, **kwargs: object) -> Slow:
+            raise RuntimeError("no")
+
+        patched.setattr(bench.device, "download", download)
+        with pytest.raises(RuntimeError, match="no"):
+            bench.sink.harvest(group)
+    bench.sink.discard()
+    assert bench.held.used_nbytes == bench.device.budget.used_nbytes == 0
+
+
+def test_device_memory_for_the_next_gradient(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way down is waited for, then what was uploaded ahead gives way, and only then is it an error."""
+    copies = _slow_downloads(bench, monkeypatch)
+    first, second, third = (_group(n) for n in range(3))
+    rest_nbytes = bench.device.budget.limit_nbytes - 2 * first.flat_nbytes
+    rest = bench.device.allocate(rest_nbytes, "the rest")
+    bench.sink.expect(first)
+    _give(first, 1.0)
+    bench.sink.harvest(first)
+    bench.ahead = bench.device.allocate(first.flat_nbytes, "uploaded ahead")
+    landing = threading.Timer(0.05, lambda: [copy.ticket.set_done() for copy in copies])
+    landing.start()
+    bench.sink.expect(second)
+    landing.join()
+    assert bench.ahead is not None
+    assert bench.stalls.counts[StallCause.LINK] == 1
+    bench.sink.expect(third)
+    assert bench.ahead is None
+    with pytest.raises(DeviceOutOfMemoryError):
+        bench.sink.expect(_group(3))
+    bench.device.free(rest)
