@@ -20,10 +20,18 @@ _JOIN_TIMEOUT_S = 10.0
 
 
 class IoLoop:
-    """Owns the loop and its thread; `close()` stops both."""
+    """Owns the loop and its thread; `close()` stops both.
 
-    def __init__(self, name: str = "infinity-io-loop") -> None:
+    Args:
+        on_failure: told, on the loop, about exceptions that no ticket carries: those of messages, above all.
+    """
+
+    def __init__(
+        self, name: str = "infinity-io-loop", *, on_failure: Callable[[BaseException], None] | None = None
+    ) -> None:
         self._loop = asyncio.new_event_loop()
+        self._on_failure = on_failure
+        self._loop.set_exception_handler(self._failed)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
@@ -83,6 +91,12 @@ class IoLoop:
         if not ticket.done:  # cancelled before its first step: not even `complete` has run
             coroutine.close()
             ticket.set_exception(_cancelled(ticket))
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if self._on_failure is not None and isinstance(error, Exception):
+            self._on_failure(error)
+        loop.default_exception_handler(context)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -121,6 +121,20 @@ def test_a_message_that_raises_is_logged_and_the_next_ones_run(
     assert "ValueError: a bug" in caplog.text
 
 
+def test_failures_that_no_ticket_carries_are_reported() -> None:
+    """A message that fails is noticed by the engine, not only by the log."""
+    failures: list[BaseException] = []
+    io = IoLoop(on_failure=failures.append)
+
+    def fail() -> None:
+        raise ValueError("a bug")
+
+    io.post(fail)
+    settle(io)
+    io.close()
+    assert [str(error) for error in failures] == ["a bug"]
+
+
 # The end ---------------------------------------------------------------------------------------------------------
 
 
