@@ -75,12 +75,14 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     stack.callback(pool.close)
     made: list[Runtime] = []
     stack.callback(_free_memory, made)
+    stack.callback(plan.device.close)  # copies under way use the memory that is freed and unpinned next
     store = _open_store(plan, states, stack)
-    io = IoLoop()
+    failure = Failure()
+    io = IoLoop(on_failure=failure.note)
     stack.callback(io.close)
     worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-optimizer")
     stack.callback(worker.shutdown)
-    resources = _Resources(pool, store, io, worker, states, _budgets(plan), _copies(plan), Trace(), Failure())
+    resources = _Resources(pool, store, io, worker, states, _budgets(plan), _copies(plan), Trace(), failure)
     runtime = _connect(plan, resources)
     made.append(runtime)
     _pin_states(runtime)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from infinity.devices.base import Fence
@@ -240,16 +241,18 @@ class ReadAhead:
         reservation = self._window.try_reserve(group.shard_nbytes, group.key)
         if reservation is None:
             return False
-        lease = self._pool.lease(group.shard_nbytes, group.key)
         kind = "param" if self._mode is Mode.TRAIN else "param_eval"
-        payload_nbytes = group.layout.payload_numel * group.shard_dtype.itemsize
-        ticket = self._store.submit_read(
-            group.key,
-            lease.memory,
-            priority=priority,
-            tag=TrafficTag(kind, self.step),
-            payload_nbytes=payload_nbytes,
-        )
+        with ExitStack() as undo:
+            undo.callback(reservation.release)
+            lease = undo.enter_context(self._pool.lease(group.shard_nbytes, group.key))
+            ticket = self._store.submit_read(
+                group.key,
+                lease.memory,
+                priority=priority,
+                tag=TrafficTag(kind, self.step),
+                payload_nbytes=group.layout.payload_numel * group.shard_dtype.itemsize,
+            )
+            undo.pop_all()
         copy.begin_read(lease, reservation, ticket)
         self.counts["demand" if priority is Priority.DEMAND else "ahead"] += 1
         loop = asyncio.get_running_loop()

@@ -201,7 +201,7 @@ class CudaDevice(BudgetedDevice):
             waiting = list(self._in_flight)
             self._in_flight.clear()
         for event, _ in waiting:
-            event.synchronize()
+            CudaFence(event, "the last tensors").wait(_JOIN_TIMEOUT_S)
 
     def _fence(self, stream: torch.cuda.Stream, label: str, *tensors: torch.Tensor) -> CudaFence:
         """An event after what was queued on the stream; the tensors live until it has passed."""

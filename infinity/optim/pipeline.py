@@ -142,8 +142,9 @@ class UpdatePipeline:
             tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining)) for run in runs]
             if tasks:
                 await asyncio.wait(tasks)
-            for task in tasks:
-                task.result()
+            errors = [error for task in tasks if (error := task.exception()) is not None]
+            if errors:
+                raise errors[0]
             update.gradient.release()
             update.written.set_done()
             if copy is not None:

@@ -7,6 +7,7 @@ import torch
 
 import infinity
 from infinity.order import Phase
+from storage.errors import PoolExhaustedError
 from tests.conftest import MakeEngine
 from tests.mechanics.test_iterations import nothing_gathered
 from tests.parity.loops import gathered_parameters
@@ -79,3 +80,19 @@ def test_uploaded_ahead_before_an_update(offload: MakeEngine) -> None:
         assert losses[0] == losses[1]
     for name, parameter in gathered_parameters(ours).items():
         assert torch.equal(parameter, plain.get_parameter(name)), name
+
+
+def test_no_memory_for_a_read_leaves_no_reservation(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = offload(build(Net), host={"budget": "300KiB"})
+    runtime = engine._runtime
+    copy = next(copy for copy in runtime.copies if copy.lease is None)
+    used_nbytes = runtime.budgets["window"].used_nbytes
+
+    def fail(*args: object) -> None:
+        raise PoolExhaustedError("somebody else has it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runtime.pool, "lease", fail)
+        with pytest.raises(PoolExhaustedError):
+            runtime.gatherer.gather(copy.group, "somebody", Phase.FORWARD)
+    assert runtime.budgets["window"].used_nbytes == used_nbytes
