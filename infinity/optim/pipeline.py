@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ from infinity.optim.records import GroupState, Record
 from infinity.readahead import ReadAhead, ShardReader
 from infinity.residency import CopyState, HostCopy
 from storage.budget import TierBudget
+from storage.errors import ClosedError
 from storage.pool import HostPool, Lease
 from storage.types import Priority, Ticket, TrafficTag
 
@@ -127,7 +129,12 @@ class UpdatePipeline:
         for update in updates:
             task = asyncio.get_running_loop().create_task(self._run(update))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._ended, update))
+
+    def _ended(self, update: GroupUpdate, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not update.written.done:  # cancelled before its first step: not even `_run` has begun
+            self._fail(update, ClosedError(f"{update.written.label} was cancelled because its engine closed"))
 
     async def drain(self) -> None:
         """Wait until nothing is being updated or written."""
@@ -153,8 +160,6 @@ class UpdatePipeline:
             self._fail(update, error)
             if not isinstance(error, Exception):
                 raise
-        finally:
-            update.gradient.release()
 
     async def _take_copy(self, update: GroupUpdate) -> HostCopy | None:
         """The host copy, moved to UPDATING, if one is there; None when the bytes are only in the swap file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import infinity
+from storage.errors import ClosedError
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import swap_folders
 from tests.mechanics.test_iterations import train
@@ -107,6 +109,30 @@ def test_closed_with_everything_in_flight(offload: MakeEngine, tmp_path: Path) -
         loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
         engine.close()
         assert not swap_folders(tmp_path)
+
+
+def test_closed_before_an_update_has_begun(offload: MakeEngine) -> None:
+    """An update whose task is cancelled before its first step gives its gradient back and says how it ended."""
+    model = build(Net)
+    engine = offload(model, schedule="synchronous", host={"budget": "64MiB"})
+    infinity.AdamW(model.parameters())
+    loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    runtime = engine._runtime
+
+    def until_the_end() -> None:
+        deadline_s = time.monotonic() + 10.0
+        while not runtime.io._closed and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        with runtime.io._closing:  # the loop has been told to stop
+            return
+
+    runtime.io.post(until_the_end)
+    engine._updates._submit(runtime.sink.pending())
+    updates = list(runtime.in_flight)
+    engine.close()
+    assert updates
+    for update in updates:
+        assert isinstance(update.written.exception, ClosedError)
 
 
 def test_closed_by_a_with_block(tmp_path: Path) -> None:
