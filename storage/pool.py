@@ -44,8 +44,6 @@ class _Block:
     __slots__ = ("address", "memory", "nbytes", "unregister")
 
     def __init__(self, nbytes: int, register: Register | None, *, huge_pages: bool) -> None:
-        # A shared map: a forked child (a data loader's worker) then neither doubles the memory page by page, as with
-        # copy on write, nor gets between a page and a transfer into it.
         mapped = _map_private(nbytes)
         if huge_pages and nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
