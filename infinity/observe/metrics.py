@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from infinity.runtime import Runtime
+from storage.checksums import READ_BACK_KIND
 from storage.types import Op
 
 Counts = dict[str, int]
@@ -18,8 +19,9 @@ class Traffic:
 
     Keys: `nvme_read_bytes`, `nvme_write_bytes` (payload; alignment padding under `nvme_read_padding_bytes`,
     `nvme_write_padding_bytes`), the same by shard kind (`nvme_read_bytes/param`, `…/state`, `…/grad`), `h2d_bytes`,
-    `d2h_bytes`. What initialisation wrote is in `total` and in `initialisation`; reads ahead for a step that never
-    ran, and what checkpoints move, are in `total` only.
+    `d2h_bytes`, and `nvme_read_back_bytes`: blocks read only to judge the checksum of a part of them, whose number
+    depends on what was written before and is no part of the closed forms. What initialisation wrote is in `total` and
+    in `initialisation`; reads ahead for a step that never ran, and what checkpoints move, are in `total` only.
     """
 
     per_step: list[Counts]
@@ -30,7 +32,7 @@ class Traffic:
 def _empty() -> Counts:
     keys = ("nvme_read_bytes", "nvme_write_bytes", "nvme_read_padding_bytes", "nvme_write_padding_bytes")
     counts: Counts = defaultdict(int)
-    for key in (*keys, "h2d_bytes", "d2h_bytes"):
+    for key in (*keys, "nvme_read_back_bytes", "h2d_bytes", "d2h_bytes"):
         counts[key] = 0
     for kind in ("param", "state", "grad"):
         counts[f"nvme_read_bytes/{kind}"] = counts[f"nvme_write_bytes/{kind}"] = 0
@@ -65,6 +67,9 @@ class TrafficBook:
         if self._runtime.store is not None:
             for record in self._runtime.store.stats.snapshot():
                 counts = by_step[record.tag.step]
+                if record.tag.kind == READ_BACK_KIND:
+                    counts["nvme_read_back_bytes"] += record.moved_nbytes
+                    continue
                 way = "read" if record.op is Op.READ else "write"
                 counts[f"nvme_{way}_bytes"] += record.payload_nbytes
                 counts[f"nvme_{way}_bytes/{record.tag.kind}"] += record.payload_nbytes

@@ -48,6 +48,7 @@ def test_traffic_adds_up(offload: MakeEngine) -> None:
     assert traffic.initialisation["nvme_write_bytes"] > 0
     assert traffic.initialisation["nvme_read_bytes"] == 0
     moved = traffic.total["nvme_read_bytes"] + traffic.total["nvme_read_padding_bytes"]
+    moved += traffic.total["nvme_read_back_bytes"]
     assert moved == metrics["nvme/read_bytes"]
     written = traffic.total["nvme_write_bytes"] + traffic.total["nvme_write_padding_bytes"]
     assert written == metrics["nvme/write_bytes"]
