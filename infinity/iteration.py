@@ -57,6 +57,7 @@ class Iteration:
         self._forward: _Forward | None = None  # the one under way
         self._kept_forwards: list[_Forward] = []  # of graphs whose end cannot be seen
         self._used_elsewhere: set[int] = set()
+        self._used_in_forward: set[int] = set()  # by the forward under way, outside of the parameters' units
         self._resident = {group.index for group in runtime.resident_groups}
         self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
 
@@ -81,8 +82,13 @@ class Iteration:
         """`output` is None when the forward failed."""
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and not in_backward():
-            for index in list(self._used_elsewhere):
-                self._runtime.gatherer.release(self._runtime.groups[index], _ON_USE)
+            used = [self._runtime.groups[index] for index in sorted(self._used_in_forward)]
+            self._used_in_forward.clear()
+            for group in used:
+                self._runtime.gatherer.release(group, _ON_USE)
+            if used and output is not None and torch.is_grad_enabled():
+                versions = self._versions(used)
+                watch_outputs(output, lambda: self._pre_backward_on_use(used, versions))
             forward, self._forward = self._forward, None
             if forward is not None and output is not None and not live_with_graph(output, forward):
                 self._kept_forwards.append(forward)
@@ -157,6 +163,9 @@ class Iteration:
 
     # Gather on use ---------------------------------------------------------------------------------------------
 
+    # What a use leaves in the graph (a view, a product with one, a second use of what was gathered by then) cannot be
+    # followed, so these groups are gathered again when the backward of the whole forward begins.
+
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation touches released parameters: gather them inside a forward or backward, refuse outside."""
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
@@ -169,16 +178,13 @@ class Iteration:
         groups = list({leaf.ref.group.index: leaf.ref.group for leaf in used}.values())
         self._gather_on_use(groups)
         real_args, real_kwargs = tree_map(_real, (tuple(args), kwargs))
-        result = func(*real_args, **real_kwargs)
-        if torch.is_grad_enabled():
-            versions = self._versions(groups)
-            watch_outputs(result, lambda: self._pre_backward_on_use(groups, versions))
-        return result
+        return func(*real_args, **real_kwargs)
 
     def _gather_on_use(self, groups: Iterable[FlatGroup]) -> None:
         phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
         for group in groups:
             self._used_elsewhere.add(group.index)
+            self._used_in_forward.add(group.index)
             if self._runtime.gatherer.gather(group, _ON_USE, phase):
                 self._record(Access(phase, self._unit_of[group.index]))
 

@@ -232,9 +232,7 @@ class _HostDivision:
             self.gradients = max(sizes.largest_gradient, sum(sizes.gradient[i] for i in sizes.resident))
             self.transit = 0
         self.pipeline = self._chunk_nbytes(self.chunk_numel) if trainable else 0
-        # Before the first step the same memory stages the initial values, and nothing else is in it yet.
-        flowing = self.window + self.gradients + self.transit + self.pipeline
-        self.window += max(request.staging_nbytes - flowing, 0)
+        self.window = max(self.window, self._missing_for_staging())
         self.minimum_nbytes = sum(term.nbytes for term in self.minimum_terms())
 
     def _smallest_chunk(self) -> int:
@@ -246,6 +244,10 @@ class _HostDivision:
 
     def _chunk_nbytes(self, numel: int) -> int:
         return numel * self._sizes.chunk_per_element
+
+    def _missing_for_staging(self) -> int:
+        """What the window adds to the parts that, empty before the first step, stage the initial values."""
+        return max(self._request.staging_nbytes - self.gradients - self.transit - self.pipeline, 0)
 
     def _pinned_nbytes(self) -> int:
         shard, state = self._sizes.shard, self._sizes.state
@@ -281,8 +283,10 @@ class _HostDivision:
             self._grow("gradients", 2 * max(sizes.unit_gradients, default=0))
         self._grow("window", 4 * sizes.working_set)
         self._pin(self.pinned_params, sizes.shard)
-        self._pin(self.pinned_states, sizes.state)
         streamed = [g for g in sizes.streamed if g.index not in self.pinned_params]
+        if not streamed:
+            self.window = self._missing_for_staging()  # nothing is read ahead any more
+        self._pin(self.pinned_states, sizes.state)
         self._grow("window", sum(g.shard_nbytes for g in streamed))
         if not streamed:
             self.window = 0

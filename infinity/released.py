@@ -185,12 +185,12 @@ class ReleasedParameter(torch.Tensor):
 class SpilledGradient(torch.Tensor):
     """Stands for a gradient that waits in the swap file: metadata only, everything else refuses."""
 
-    name: str
+    parameter_name: str
 
     @staticmethod
-    def __new__(cls, name: str, shape: Sequence[int], dtype: torch.dtype) -> SpilledGradient:
+    def __new__(cls, parameter_name: str, shape: Sequence[int], dtype: torch.dtype) -> SpilledGradient:
         self: SpilledGradient = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
-        self.name = name
+        self.parameter_name = parameter_name
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -207,15 +207,29 @@ class SpilledGradient(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name = next(leaf.name for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, cls))
-        raise NotGatheredError(
-            f"{getattr(func, '__name__', func)} on the gradient of {name!r}, which waits in the swap file because the "
-            "gradients do not fit in the host budget. To clip, use infinity.clip_grad_norm_ or "
-            "AdamW(max_grad_norm=...); to read gradients, raise host.budget"
-        )
+        return _refuse_spilled(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        _refuse_spilled(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SpilledGradient({self.name}, shape={tuple(self.shape)})"
+        return f"SpilledGradient({self.parameter_name}, shape={tuple(self.shape)})"
+
+
+def _refuse_spilled(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
+    name = next(leaf.parameter_name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SpilledGradient))
+    raise NotGatheredError(
+        f"{getattr(func, '__name__', func)} on the gradient of {name!r}, which waits in the swap file because the "
+        "gradients do not fit in the host budget. To clip, use infinity.clip_grad_norm_ or "
+        "AdamW(max_grad_norm=...); to read gradients, raise host.budget"
+    )
 
 
 def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

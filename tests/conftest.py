@@ -69,7 +69,7 @@ def small_config(folder: Path, **settings: Any) -> infinity.Config:
     chosen: dict[str, Any] = {
         "precision": "fp32",
         "device": {"kind": "cpu", "budget": "8MiB"},
-        "host": {"budget": "1MiB"},
+        "host": {"budget": "600KiB"},
         "resident_threshold": "1KiB",
         "optimizer_threads": 1,
     }

@@ -159,6 +159,29 @@ def test_use_by_a_sibling_in_a_recomputation(offload: MakeEngine, schedule: str,
     same(offload, lambda: Sibling(reentrant), _steps, schedule="synchronous")
 
 
+class Views(nn.Module):
+    """Reads the weight of a module that never runs: through a view, and again when it is there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 37)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.idle = nn.Linear(37, 29, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        first = x @ self.idle.weight.T
+        second = functional.linear(x.tanh(), self.idle.weight)
+        return first + second + (x * self.idle.weight[3]).sum()
+
+
+@BOTH
+def test_views_and_second_uses_of_what_never_runs(offload: MakeEngine, schedule: str) -> None:
+    same(offload, Views, _steps, schedule=schedule)
+
+
 def test_use_by_a_sibling_in_evaluation(offload: MakeEngine) -> None:
     model = build(Sibling)
     engine = offload(model)

@@ -125,7 +125,7 @@ def test_smallest_blocks_and_one_thread(offload: MakeEngine) -> None:
 @pytest.mark.parametrize("classes", [["Block"], ["Outer"]], ids=str)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_unit_classes(offload: MakeEngine, schedule: str, classes: list[str]) -> None:
-    engine = assert_parity(Loop(Nested), offload, schedule=schedule, unit_classes=classes)
+    engine = assert_parity(Loop(Nested), offload, schedule=schedule, unit_classes=classes, traffic_from_step=1)
     assert engine.plan.units
 
 
