@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
+from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause
+from infinity.optim.records import Record
 from infinity.order import Phase
 from infinity.runtime import Runtime
+from storage.pool import Lease
 from storage.types import Priority, TrafficTag
 
 
@@ -41,55 +44,80 @@ class ParameterAccess:
                 gatherer.release(group, hold)
 
     def write_back(self, group: FlatGroup) -> None:
-        """Make the present values of a gathered group its stored ones."""
-        runtime = self._runtime
-        copy = runtime.copies[group.index]
-        runtime.stalls.wait(copy.update, StallCause.OPTIMIZER)
-        with runtime.pool.lease(group.shard_nbytes, f"edit of {group.key}") as lease:
-            new = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.layout.numel)
-            with torch.no_grad():
-                new.copy_(group.flat.detach())
-            changed = self._replace(group, new, lease.memory)
-            if changed is not None and group.shard_dtype is torch.bfloat16 and group.trainable:
-                self._clear_low_halves(group, changed)
+        """Make the present values of a gathered group its stored ones, chunk by chunk; what did not change stays.
 
-    def _replace(self, group: FlatGroup, new: torch.Tensor, memory: memoryview) -> torch.Tensor | None:
-        """Put the new shard in place; which elements differ from the old one, where the master has low halves."""
+        The buffers take the place of the update pipeline, which has nothing to do meanwhile.
+        """
         runtime = self._runtime
-        copy = runtime.copies[group.index]
-        needs_difference = group.trainable and group.shard_dtype is torch.bfloat16
+        for update in runtime.in_flight:
+            runtime.stalls.wait(update.written, StallCause.NVME_WRITE)
+        records = {r.chunk.index: r for r in runtime.states[group.index].records} if group.trainable else {}
         runtime.gatherer.claim(group)
         try:
-            changed = (copy.tensor.view(torch.int16) != new.view(torch.int16)) if needs_difference else None
-            copy.tensor.copy_(new)
-            if not copy.pinned and runtime.store is not None:
-                ticket = runtime.store.submit_write(group.key, memory, tag=self._tag("param"))
-                runtime.stalls.wait(ticket, StallCause.NVME_WRITE)
+            for chunk in group.layout.cut(runtime.placement.chunk_numel):
+                self._write_chunk(group, chunk, records.get(chunk.index))
         finally:
             runtime.gatherer.unclaim(group)
-        return changed
 
-    def _clear_low_halves(self, group: FlatGroup, changed: torch.Tensor) -> None:
-        """An edited element's master is its bf16 value: the low half of the split master becomes zero."""
+    def _write_chunk(self, group: FlatGroup, chunk: Chunk, record: Record | None) -> None:
+        """In bf16 the master of a changed element becomes its bf16 value: its low half is set to zero."""
+        copy = self._runtime.copies[group.index]
+        param_nbytes = chunk.numel * group.shard_dtype.itemsize
+        has_low_half = record is not None and record.is_initialised and group.shard_dtype is torch.bfloat16
+        state_nbytes = record.nbytes if record is not None and has_low_half and record.lease is None else 0
+        with self._buffer(group, param_nbytes + state_nbytes) as lease:
+            new = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=chunk.numel)
+            with torch.no_grad():
+                new.copy_(group.flat.detach()[chunk.start : chunk.stop])
+            old = copy.tensor[chunk.start : chunk.stop]
+            changed = (_bits(old) != _bits(new)) & _payload(chunk)
+            if not bool(changed.any()):
+                return
+            if not copy.pinned:
+                offset = chunk.start * group.shard_dtype.itemsize
+                self._write(group.key, lease.memory[:param_nbytes], "param", offset)
+            old.copy_(new)  # only now: a copy that counts as clean holds what the swap file holds
+            if record is not None and has_low_half:
+                self._clear_low_halves(record, changed, lease.memory[param_nbytes:])
+
+    def _clear_low_halves(self, record: Record, changed: torch.Tensor, buffer: memoryview) -> None:
+        if record.lease is not None:
+            record.views(record.lease.memory)[0].masked_fill_(changed, 0)
+            return
         runtime = self._runtime
-        for record in runtime.states[group.index].records:
-            chunk = record.chunk
-            part = changed[chunk.start : chunk.stop]
-            if not record.is_initialised or not bool(part.any()):
-                continue
-            if record.lease is not None:
-                record.views(record.lease.memory)[0].masked_fill_(part, 0)
-                continue
-            if runtime.store is None:
-                continue
-            with runtime.pool.lease(record.nbytes, f"edit of {record.key}") as lease:
-                read = runtime.store.submit_read(
-                    record.key, lease.memory, priority=Priority.DEMAND, tag=self._tag("state")
-                )
-                runtime.stalls.wait(read, StallCause.NVME_READ)
-                record.views(lease.memory)[0].masked_fill_(part, 0)
-                write = runtime.store.submit_write(record.key, lease.memory, tag=self._tag("state"))
-                runtime.stalls.wait(write, StallCause.NVME_WRITE)
+        if runtime.store is not None:
+            read = runtime.store.submit_read(record.key, buffer, priority=Priority.DEMAND, tag=self._tag("state"))
+            runtime.stalls.wait(read, StallCause.NVME_READ)
+            record.views(buffer)[0].masked_fill_(changed, 0)
+            self._write(record.key, buffer, "state", 0)
+
+    def _write(self, key: str, memory: memoryview, kind: str, offset: int) -> None:
+        if self._runtime.store is not None:
+            ticket = self._runtime.store.submit_write(key, memory, offset=offset, tag=self._tag(kind))
+            self._runtime.stalls.wait(ticket, StallCause.NVME_WRITE)
+
+    @contextmanager
+    def _buffer(self, group: FlatGroup, nbytes: int) -> Iterator[Lease]:
+        budget, owner = self._runtime.budgets["pipeline"], f"edit of {group.key}"
+        with ExitStack() as held:
+            if nbytes <= budget.limit_nbytes:  # a model without anything to train has no pipeline
+                reservation = held.enter_context(budget.request(nbytes, owner))
+                self._runtime.stalls.wait(reservation, StallCause.NVME_WRITE)
+            yield held.enter_context(self._runtime.pool.lease(nbytes, owner))
 
     def _tag(self, kind: str) -> TrafficTag:
         return TrafficTag(f"{kind}_edit", self._runtime.step)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, so that NaNs and zeros of either sign compare by their bits."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.view(integers[values.dtype.itemsize])
+
+
+def _payload(chunk: Chunk) -> torch.Tensor:
+    """Which elements of a chunk belong to parameters; what lies between them is undefined."""
+    mask = torch.zeros(chunk.numel, dtype=torch.bool)
+    for piece in chunk.pieces:
+        mask[piece.start : piece.stop] = True
+    return mask

@@ -207,7 +207,7 @@ def test_traffic_stays_the_closed_form(start: Callable[..., Run], tmp_path: Path
             assert counted["nvme_read_bytes"] == expected.read_nbytes
             assert counted["nvme_write_bytes"] == expected.write_nbytes
         traffic = engine.traffic
-        assert traffic.total["nvme_read_bytes"] > sum(counts["nvme_read_bytes"] for counts in traffic.per_step)
+        assert traffic.total["nvme_read_bytes"] >= sum(counts["nvme_read_bytes"] for counts in traffic.per_step)
 
 
 def test_settings_of_parameter_groups_come_back(offload: MakeEngine, tmp_path: Path) -> None:
