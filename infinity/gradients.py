@@ -323,6 +323,7 @@ class GradientSink:
                 self._read_back(gradient)
             else:
                 budget = self._transit if group.index in self._spilled else self._held
+                self._spill_open(group)
                 gradient.reservation = budget.request(nbytes, gradient_key(group))
                 self._wait_for_space(gradient.reservation)
                 gradient.lease = self._pool.lease(nbytes, gradient_key(group))
@@ -344,11 +345,19 @@ class GradientSink:
         check()
         self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
 
+    def _spill_open(self, group: FlatGroup) -> None:
+        """Where there is no transit memory for a group, gradients that were read back too early give theirs."""
+        if group.index in self._spilled and self._transit.free_nbytes < gradient_nbytes(group):
+            for other in list(self._gradients.values()):
+                if other.group is not group:
+                    self.settle(other.group)
+
     def _writes_in_flight(self) -> bool:
         return any(not ticket.done for ticket in self._writes)
 
     def _read_back(self, gradient: GroupGradient) -> None:
         nbytes = gradient_nbytes(gradient.group)
+        self._spill_open(gradient.group)
         gradient.reservation = self._transit.request(nbytes, gradient_key(gradient.group))
         self._stalls.wait(gradient.reservation, StallCause.GRADIENT_SPACE)
         gradient.lease = self._pool.lease(nbytes, gradient_key(gradient.group))

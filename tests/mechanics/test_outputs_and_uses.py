@@ -159,6 +159,12 @@ def test_use_by_a_sibling_in_a_recomputation(offload: MakeEngine, schedule: str,
     same(offload, lambda: Sibling(reentrant), _steps, schedule="synchronous")
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_use_by_a_sibling_where_gradients_spill(offload: MakeEngine, reentrant: bool) -> None:
+    """A gradient that was read back too early must not keep the memory that the next one needs."""
+    same(offload, lambda: Sibling(reentrant), _steps, schedule="synchronous", host={"budget": "288KiB"})
+
+
 class Views(nn.Module):
     """Reads the weight of a module that never runs: through a view, and again when it is there already."""
 
