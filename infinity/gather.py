@@ -258,9 +258,11 @@ class Gatherer:
 
     def _let_go(self, gathering: _Gathering) -> None:
         """Give back what device memory the group has."""
-        gathering.group.free_flat()
-        if gathering.block is not None:
-            self._device.free(gathering.block)
-            gathering.block = None
-        gathering.state = GatherState.RELEASED
+        try:
+            gathering.group.free_flat()
+        finally:
+            if gathering.block is not None:
+                self._device.free(gathering.block)
+                gathering.block = None
+            gathering.state = GatherState.RELEASED
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.errors import UnsupportedModelError
 from infinity.layout import FlatLayout
 from infinity.released import Access, OffloadedParameter, ParameterRef, ReleasedParameter
 from infinity.units import Owned, Owners
@@ -96,8 +97,18 @@ class FlatGroup:
             self.flat.untyped_storage().resize_(self.flat_nbytes)
 
     def free_flat(self) -> None:
-        """Give the memory of the flat buffer back. Nobody may read the parameters until the next fill."""
-        self.flat.untyped_storage().resize_(0)
+        """Give the memory of the flat buffer back. Nobody may read the parameters until the next fill.
+
+        Raises:
+            UnsupportedModelError: somebody made a numpy array of a parameter, which nails its memory down for good.
+        """
+        storage = self.flat.untyped_storage()
+        if not storage.resizable():
+            raise UnsupportedModelError(
+                f"a parameter of {self.key} was turned into a numpy array or shared, so its memory cannot be given back. "
+                "Copy it first: parameter.detach().clone().numpy(). Close this engine and start again"
+            )
+        storage.resize_(0)
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.key}, {self.layout.payload_numel} parameters, {self.shard_dtype})"

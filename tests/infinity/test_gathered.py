@@ -148,3 +148,12 @@ def test_refusals(offload: MakeEngine) -> None:
         pass
     with pytest.raises(infinity.NotGatheredError):
         model.get_parameter("head.weight").sum()
+
+
+def test_a_numpy_array_of_a_parameter_is_refused_with_the_way_out(offload: MakeEngine) -> None:
+    """numpy nails the memory down: releasing it would otherwise end in torch's own riddle."""
+    model = build(Net)
+    engine = offload(model)
+    with pytest.raises(infinity.UnsupportedModelError, match=r"clone\(\)\.numpy\(\)"), infinity.gathered(model.head):
+        model.head.weight.detach().numpy()
+    engine.close()
