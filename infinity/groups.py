@@ -105,8 +105,8 @@ class FlatGroup:
         storage = self.flat.untyped_storage()
         if not storage.resizable():
             raise UnsupportedModelError(
-                f"a parameter of {self.key} was turned into a numpy array or shared, so its memory cannot be given back. "
-                "Copy it first: parameter.detach().clone().numpy(). Close this engine and start again"
+                f"a parameter of {self.key} was turned into a numpy array or shared, so its memory cannot be given "
+                "back. Copy it first: parameter.detach().clone().numpy(). Close this engine and start again"
             )
         storage.resize_(0)
 

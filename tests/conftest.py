@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def _folders_of(request: pytest.FixtureRequest) -> list[Path]:
     return [request.node.funcargs["tmp_path"]] if "tmp_path" in request.node.funcargs else []
+
+
+def pytest_configure() -> None:
+    """Ctrl-C reaches the processes that tests start, also where the tests themselves run in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
