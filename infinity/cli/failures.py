@@ -76,7 +76,9 @@ def deferred() -> Iterator[None]:
             print("stopping as soon as everything is loaded", file=sys.stderr)
         arrived.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    # What is ignored stays so: a shell that starts a job in the background lets it ignore Ctrl-C.
+    heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield
     finally:

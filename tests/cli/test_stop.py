@@ -82,3 +82,13 @@ def test_an_error_while_libraries_load_is_shown_as_itself() -> None:
     with pytest.raises(ImportError), deferred():
         raise ImportError("torch")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_signal_stays_ignored_while_libraries_load() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
