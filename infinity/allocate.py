@@ -97,6 +97,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         window=made.budgets["window"],
         copies=made.copies,
         groups_of_unit=[[g.index for g in unit.groups] for unit in plan.units],
+        uses=plan.placement.uses,
         keep_after_backward=plan.placement.schedule is Schedule.OVERLAPPED,
     )
     pipeline = UpdatePipeline(

@@ -10,6 +10,7 @@ Owned by the training thread. Other threads read only what never changes (`layou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -133,3 +134,21 @@ class Unit:
 
     def __reduce_ex__(self, protocol: object) -> str:
         raise TypeError(f"unit {self.name!r} of an offloaded model cannot be pickled; save and load it instead")
+
+
+def enclosing(unit: Unit, units: Sequence[Unit]) -> list[Unit]:
+    """The units that `unit` lies in, itself included: they run, and are gathered, while it does."""
+    return [other for other in units if any(unit.module is module for module in other.module.modules())]
+
+
+def count_uses(units: Sequence[Unit]) -> dict[int, int]:
+    """How often one pass through the model gathers each group, by index: once for every unit that has it.
+
+    A unit that lies in another one with the same group finds it gathered.
+    """
+    uses: Counter[int] = Counter()
+    for unit in units:
+        around = [other for other in enclosing(unit, units) if other is not unit and not other.resident]
+        held = {group.index for other in around for group in other.groups}
+        uses.update(group.index for group in unit.groups if group.index not in held)
+    return dict(uses)

@@ -7,8 +7,9 @@ left is given out in a fixed order of usefulness, so the same input always gives
 
 [Note: value of a byte]
 A parameter byte kept in host memory saves a read in forward, a read in backward and a write (and, in the synchronous
-schedule, a read in `step()`); a state byte saves one read and one write; a gradient byte that need not be spilled saves
-a write and a read. Pinning a fixed set is optimal for cyclic access (PLANNING section 4), so no cache policy is needed.
+schedule, a read in `step()`), and two more reads for every further unit that shares it; a state byte saves one read
+and one write; a gradient byte that need not be spilled saves a write and a read. Pinning a fixed set is optimal for
+cyclic access (PLANNING section 4), so no cache policy is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from infinity.config import Schedule
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
-from infinity.groups import FlatGroup, Unit
+from infinity.groups import FlatGroup, Unit, count_uses, enclosing
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import StateField
 from infinity.sizes import MIB, format_nbytes
@@ -47,6 +48,7 @@ class Placement:
         pinned_params, pinned_states: group indices whose shard or state is in host memory for good.
         spilled_gradients: group indices whose gradients wait for the update in the swap file.
         keep_at_turn, keep_at_boundary: groups whose copies stay from forward to backward, and from update to forward.
+        uses: by group index, how often a forward, or a backward, gathers the group: more than once when units share it.
     """
 
     schedule: Schedule
@@ -67,6 +69,7 @@ class Placement:
     spilled_gradients: frozenset[int]
     keep_at_turn: frozenset[int]
     keep_at_boundary: frozenset[int]
+    uses: Mapping[int, int]
     nvme_nbytes: int
     notes: tuple[str, ...] = field(default=())
 
@@ -105,6 +108,7 @@ class _Sizes:
         self.gradient: Mapping[int, int] = {
             g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups
         }
+        self.uses: Mapping[int, int] = count_uses(request.units)
         self.working_set = self._working_set(request)
         self.largest_gradient = max(self.gradient.values(), default=0)
         self.unit_gradients = [sum(self.gradient[g.index] for g in u.groups) for u in request.units]
@@ -166,6 +170,7 @@ def make_placement(request: Request) -> Placement:
         spilled_gradients=frozenset(host.spilled),
         keep_at_turn=frozenset(host.kept(from_end=True)),
         keep_at_boundary=frozenset(host.kept(from_end=False)),
+        uses=sizes.uses,
         nvme_nbytes=nvme_nbytes,
         notes=tuple(host.notes),
     )
@@ -204,9 +209,8 @@ def _device_terms(request: Request, sizes: _Sizes) -> tuple[list[Term], int]:
 def _held_together(units: Sequence[Unit]) -> Iterator[tuple[Unit, list[FlatGroup]]]:
     """For every unit, the groups that are gathered while it runs: its own and those of the units it lies in."""
     streamed = [unit for unit in units if not unit.resident]
-    inside = {unit.index: {id(module) for module in unit.module.modules()} for unit in streamed}
     for unit in streamed:
-        around = [other for other in streamed if id(unit.module) in inside[other.index]]
+        around = enclosing(unit, streamed)
         yield unit, list({g.index: g for other in around for g in other.groups}.values())
 
 
@@ -282,7 +286,7 @@ class _HostDivision:
         else:
             self._grow("gradients", 2 * max(sizes.unit_gradients, default=0))
         self._grow("window", 4 * sizes.working_set)
-        self._pin(self.pinned_params, sizes.shard)
+        self._pin(self.pinned_params, sizes.shard, by_uses=True)
         streamed = [g for g in sizes.streamed if g.index not in self.pinned_params]
         if not streamed:
             self.window = self._missing_for_staging()  # nothing is read ahead any more
@@ -334,8 +338,9 @@ class _HostDivision:
             "schedule='overlapped' avoids that where neither accumulation nor clipping is used"
         )
 
-    def _pin(self, pinned: set[int], nbytes: Mapping[int, int]) -> None:
-        for group in self._sizes.streamed:
+    def _pin(self, pinned: set[int], nbytes: Mapping[int, int], *, by_uses: bool = False) -> None:
+        uses = self._sizes.uses
+        for group in sorted(self._sizes.streamed, key=lambda g: -uses[g.index] if by_uses else 0):
             if group.index not in pinned and 0 < nbytes[group.index] <= self._left():
                 pinned.add(group.index)
 
@@ -346,7 +351,9 @@ class _HostDivision:
         chosen: list[int] = []
         total = 0
         streamed = [g for g in self._sizes.streamed if g.index not in self.pinned_params]
-        for group in reversed(streamed) if from_end else streamed:
+        # A group that units share is kept from its last use on.
+        streamed.sort(key=lambda g: (max(g.units) if from_end else min(g.units), g.index), reverse=from_end)
+        for group in streamed:
             total += group.shard_nbytes
             if total > room:
                 break

@@ -10,7 +10,8 @@ needed last.
 The last shards of a forward are the first of the backward, and the first shards of a forward are the last that a
 backward updates. Copies marked `keep_at_turn` stay in memory from forward to backward, those marked
 `keep_at_boundary` from the update to the next forward. Which ones is fixed by the placement, not by what happens to
-be in memory, so the bytes read in a step are a closed form.
+be in memory, so the bytes read in a step are a closed form. A group that several units share is kept only after its
+last use of a pass: between two uses it would hold memory that the placement has given to others.
 
 Everything here runs on one asyncio loop, whose time it uses; nothing blocks and nothing touches autograd.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -56,6 +57,7 @@ class ReadAhead:
         window: how many bytes of copies may be held.
         copies: one per group, by group index.
         groups_of_unit: for every unit, the indices of the groups it gathers.
+        uses: how often a forward, or a backward, gathers each group; by group index.
         keep_after_backward: whether an update follows at once and wants the copy (the overlapped schedule).
     """
 
@@ -67,6 +69,7 @@ class ReadAhead:
         window: TierBudget,
         copies: Sequence[HostCopy],
         groups_of_unit: Sequence[Sequence[int]],
+        uses: Mapping[int, int],
         keep_after_backward: bool,
     ) -> None:
         self._store = store
@@ -74,6 +77,8 @@ class ReadAhead:
         self._window = window
         self._copies = copies
         self._groups_of_unit = groups_of_unit
+        self._uses = uses
+        self._used: Counter[tuple[int, Phase]] = Counter()  # by group and phase, in the iteration under way
         self._keep_after_backward = keep_after_backward
         self._trace: tuple[Access, ...] = ()
         self._position = 0
@@ -91,6 +96,7 @@ class ReadAhead:
     def begin(self, mode: Mode, trace: tuple[Access, ...], position: int) -> None:
         """An outermost forward starts."""
         self._barrier_open = False
+        self._used.clear()
         self._drop_strays()
         self.moved(mode, trace, position)
 
@@ -110,6 +116,7 @@ class ReadAhead:
         copy = self._copies[index]
         copy.unclaim()
         self._consumed_here.add(index)
+        self._used[index, phase] += 1
         self._settle(copy)
         copy.free_failed()
         if not copy.pinned and copy.state is CopyState.CLEAN:
@@ -173,27 +180,31 @@ class ReadAhead:
         """Submit reads for what comes next, in order, as far as the window allows."""
         if self._stopped:
             return
-        used_before: set[int] = set()
+        used: dict[int, Phase] = {}  # by group: the phase of its use before
         for distance, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 copy = self._copies[index]
                 if copy.pinned or (distance == 0 and index in self._consumed_here):
                     continue
-                is_used_before = copy.is_claimed or index in used_before
-                used_before.add(index)
-                if self._will_be_there(copy, access.phase, is_used_before=is_used_before):
+                before = used.get(index, self._current_phase() if copy.is_claimed else None)
+                used[index] = access.phase
+                if self._will_be_there(copy, access.phase, before):
                     continue
                 # In order, or not at all: what is read past a gap would have to be evicted to close it.
-                is_readable = copy.state is CopyState.ABSENT and copy.update.done and not is_used_before
+                is_readable = copy.state is CopyState.ABSENT and copy.update.done and before is None
                 if not is_readable or not self._try_read(copy, Priority.READ_AHEAD):
                     return
 
-    def _will_be_there(self, copy: HostCopy, phase: Phase, *, is_used_before: bool) -> bool:
-        """Whether a coming access finds the copy that is there now, after the uses before it."""
+    def _current_phase(self) -> Phase:
+        """The phase of the access that the training thread is at, or has just left."""
+        return self._trace[max(self._position - 1, 0)].phase
+
+    def _will_be_there(self, copy: HostCopy, phase: Phase, before: Phase | None) -> bool:
+        """Whether a coming access finds the copy that is there now, after a use in phase `before` (None: unused)."""
         if not copy.update.done:
             return False
-        if is_used_before:
-            return copy.keep_at_turn and phase is Phase.BACKWARD
+        if before is not None:
+            return copy.keep_at_turn and before is Phase.FORWARD and phase is Phase.BACKWARD
         return copy.state in (CopyState.READING, CopyState.CLEAN) or (
             copy.state is CopyState.WRITING and copy.stays_when_written
         )
@@ -221,9 +232,13 @@ class ReadAhead:
     def _is_kept(self, copy: HostCopy, phase: Phase) -> bool:
         if self._mode is not Mode.TRAIN:
             return copy.keep_at_boundary
+        uses = self._uses[copy.group.index]
+        if self._used[copy.group.index, phase] < uses:
+            return False
         if phase is Phase.FORWARD:
             return copy.keep_at_turn
-        return copy.keep_at_boundary or (self._keep_after_backward and copy.group.trainable)
+        # What several units share is updated after the backward of all, not at once.
+        return copy.keep_at_boundary or (self._keep_after_backward and copy.group.trainable and uses == 1)
 
     def _upcoming(self) -> Iterator[Access]:
         """Accesses from the position on, at most one round; past the end only when what lies there is settled."""

@@ -61,6 +61,8 @@ def expected_step_traffic(
 ) -> StepTraffic:
     """NVMe bytes of one optimizer step in which every unit runs once forward and once backward per micro-batch.
 
+    A group that several units share is read for each of them.
+
     Args:
         is_first: the first step reads no state, because records are born zero, and finds nothing kept from before.
         micro_batches: backward passes before the step.
@@ -71,10 +73,12 @@ def expected_step_traffic(
     for group in groups:
         size = group.shard_dtype.itemsize
         if group.index not in placement.pinned_params:
+            uses = placement.uses[group.index]
             at_boundary = group.index in placement.keep_at_boundary
-            forward = micro_batches if not at_boundary else int(is_first)
-            backward = 0 if group.index in placement.keep_at_turn else micro_batches
-            update = int(synchronous and group.trainable and not at_boundary)
+            forward = micro_batches * uses - at_boundary * (micro_batches - is_first)
+            backward = micro_batches * (uses - (group.index in placement.keep_at_turn))
+            # An update that follows its backward at once finds the bytes; others find what was kept.
+            update = int(group.trainable and not at_boundary and (synchronous or uses > 1))
             traffic.param.add(group, size, reads=forward + backward + update, writes=int(group.trainable))
         if group.trainable and group.index not in placement.pinned_states:
             traffic.state.add(group, state_size, reads=int(not is_first), writes=1)

@@ -29,11 +29,11 @@ REGULAR: dict[str, Callable[[], nn.Module]] = {
     "frozen bf16": partial(Frozen, frozen_dtype=torch.bfloat16),
     "odd shapes": OddNet,
     "nested units": Nested,
+    "tied": partial(Net, tied=True),
+    "tied recomputed": partial(Net, tied=True, checkpointing="re"),
 }
 LEARNED = ("one region", "nested regions", "nested units")  # the order of their backward is known after one step
 IRREGULAR: dict[str, Callable[[], nn.Module]] = {
-    "tied": partial(Net, tied=True),
-    "tied recomputed": partial(Net, tied=True, checkpointing="re"),
     "repeated": partial(Net, repeat=3),
     "repeated recomputed": partial(Net, repeat=2, checkpointing="nr"),
     "repeated reentrant": partial(Net, repeat=2, checkpointing="re"),

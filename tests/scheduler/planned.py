@@ -137,6 +137,7 @@ class PlannedRun:
             window=self.window,
             copies=self.copies,
             groups_of_unit=[[group.index for group in unit.groups] for unit in self.units],
+            uses=placement.uses,
             keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
         )
         self.failures: list[BaseException] = []

@@ -119,6 +119,7 @@ class Simulation:
             window=self.window,
             copies=self.copies,
             groups_of_unit=[[group.index] for group in self.groups],
+            uses={group.index: 1 for group in self.groups},
             keep_after_backward=self.overlapped,
         )
         self._stack = ExitStack()

@@ -52,7 +52,7 @@ def assert_closed_form(run: PlannedRun, step: int, micro_batches: int) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    shapes=models(),
+    shapes=models(may_share=True),
     schedule=st.sampled_from([Schedule.SYNCHRONOUS, Schedule.OVERLAPPED]),
     spare=st.integers(0, 60),
     micro_batches=st.integers(1, 3),
