@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 from infinity.assemble import _make_groups
 from infinity.config import Precision, Schedule
@@ -15,6 +16,8 @@ from infinity.optim.kernels import kernel_for
 from infinity.placement import Placement, Request, make_placement
 from infinity.plan.traffic import KindTraffic, StepTraffic, expected_step_traffic
 from infinity.units import partition
+from storage.align import PAGE_NBYTES
+from tests.zoo import Nested, Net
 
 PLENTY = 1 << 50
 SHAPE = GptShape(layers=20, hidden=2048, heads=16, seq=512)  # a billion parameters
@@ -191,3 +194,62 @@ def test_padding_is_counted_apart() -> None:
     assert traffic.state.write_padding_nbytes == 10 * sum(sizes.values())
     assert traffic.param.write_padding_nbytes == 2 * sum(sizes.values())
     assert traffic.state.write_padding_nbytes < traffic.state.write_nbytes / 1000
+
+
+# Shared by units -------------------------------------------------------------------------------------------------
+
+
+def case_of(model: nn.Module, schedule: Schedule, more_nbytes: int = 0) -> Case:
+    kernel = kernel_for(Precision.FP32)
+    specs = partition(model, resident_threshold_nbytes=0)
+    groups, units = _make_groups(specs, Precision.FP32, kernel, CpuDevice(PLENTY))
+    request = replace(base(Precision.FP32), units=units, groups=groups, fields=kernel.fields, schedule=schedule)
+    smallest = make_placement(request).host_minimum_nbytes
+    request = replace(request, host_budget_nbytes=smallest + more_nbytes)
+    return Case(request, make_placement(request))
+
+
+def tied() -> nn.Module:
+    """Two blocks between an embedding and a head with the same weight, which is the first group."""
+    with torch.device("meta"):
+        return Net(blocks=2, vocab=1000, tied=True)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.OVERLAPPED])
+def test_what_units_share_is_read_for_each_of_them(schedule: Schedule) -> None:
+    run = case_of(tied(), schedule)
+    shared, *others = (group.layout.payload_numel * 4 for group in run.groups)
+    assert run.placement.uses == {group.index: 1 + (group.index == 0) for group in run.groups}
+    in_step = sum(others) if schedule is Schedule.SYNCHRONOUS else 0
+    # Its update comes after the backward of both, too late for the bytes that these have read.
+    assert run.step().param.read_nbytes == 2 * sum(others) + 4 * shared + in_step + shared
+    assert run.step().param.write_nbytes == shared + sum(others)
+
+
+def test_accumulation_reads_what_units_share_for_each_of_them() -> None:
+    run = case_of(tied(), Schedule.SYNCHRONOUS)
+    once, thrice = (run.step(micro_batches=count).param.read_nbytes for count in (1, 3))
+    shared, *others = (group.layout.payload_numel * 4 for group in run.groups)
+    assert thrice - once == 2 * (2 * sum(others) + 4 * shared)
+
+
+def test_what_units_share_is_placed_in_memory_first() -> None:
+    with torch.device("meta"):
+        model = Net(blocks=4)
+    model.blocks[3].up.weight = model.blocks[2].up.weight
+    keys: set[str] = set()
+    for pages in range(1000):
+        run = case_of(model, Schedule.OVERLAPPED, pages * PAGE_NBYTES)
+        keys = {run.groups[index].key for index in run.placement.pinned_params if "blocks" in run.groups[index].key}
+        if keys:
+            break
+    assert keys == {"blocks.2/float32"}
+
+
+def test_a_unit_inside_another_finds_what_it_shares_gathered() -> None:
+    with torch.device("meta"):
+        model = Nested()
+    model.first.inner[0].register_parameter("shared", model.first.before)
+    run = case_of(model, Schedule.OVERLAPPED)
+    assert set(run.placement.uses.values()) == {1}
+    assert any(len(group.units) == 2 for group in run.groups)
