@@ -30,13 +30,14 @@ class SimulatedTransfer:
 class SimulatedStore:
     """Holds bytes in memory; a transfer takes `latency_s + nbytes / bandwidth` of the running loop's time.
 
-    Reads and writes have a channel of their own; on each, one transfer at a time, lower priority value first. The
-    ordering per key is the real store's: overlapping operations of which one is a write run in submission order. Used
-    on the thread of the loop only.
+    Reads and writes have a channel of their own unless `is_shared`; on each channel one transfer at a time, lower
+    priority value first, then as submitted. The ordering per key is the real store's: overlapping operations of which
+    one is a write run in submission order. Used on the thread of the loop only.
 
     Args:
         read_bytes_per_s, write_bytes_per_s: bandwidths.
         latency_s: fixed part of every transfer.
+        is_shared: reads and writes take turns on one channel.
         duration_s: replaces the model: seconds for (op, key, nbytes).
         failure: asked before a transfer ends; an exception makes it fail with that.
 
@@ -51,6 +52,7 @@ class SimulatedStore:
         read_bytes_per_s: float = 1e9,
         write_bytes_per_s: float = 1e9,
         latency_s: float = 0.0,
+        is_shared: bool = False,
         duration_s: Callable[[Op, str, int], float] | None = None,
         failure: Callable[[Op, str], BaseException | None] | None = None,
     ) -> None:
@@ -60,6 +62,7 @@ class SimulatedStore:
         self._failure = failure
         self._bytes: dict[str, bytearray] = {}
         self._orders: dict[str, KeyOrder] = {}
+        self._channel = {op: Op.READ if is_shared else op for op in Op}
         self._queues: dict[Op, list[Operation]] = {op: [] for op in Op}
         self._is_busy = dict.fromkeys(Op, False)
         self._submitted_s: dict[Operation, float] = {}
@@ -78,6 +81,10 @@ class SimulatedStore:
     def in_flight(self) -> int:
         """Transfers submitted and not finished."""
         return sum(len(order.operations) for order in self._orders.values())
+
+    def describe_in_flight(self) -> list[str]:
+        """Transfers submitted and not finished, as "read of KEY", in order of submission."""
+        return [operation.ticket.label for operation in self._submitted_s]
 
     def submit_read(
         self,
@@ -122,18 +129,19 @@ class SimulatedStore:
         if operation.op is Op.READ and lost is not None:
             self._finish(operation, lost)
             return
-        self._queues[operation.op].append(operation)
-        self._serve(operation.op)
+        channel = self._channel[operation.op]
+        self._queues[channel].append(operation)
+        self._serve(channel)
 
-    def _serve(self, op: Op) -> None:
-        queue = self._queues[op]
-        if self._is_busy[op] or not queue:
+    def _serve(self, channel: Op) -> None:
+        queue = self._queues[channel]
+        if self._is_busy[channel] or not queue:
             return
-        self._is_busy[op] = True
+        self._is_busy[channel] = True
         operation = min(queue, key=lambda waiting: waiting.priority)  # the first of them, as submitted
         queue.remove(operation)
         loop = asyncio.get_running_loop()
-        seconds = self._seconds(op, operation.key, len(operation.memory))
+        seconds = self._seconds(operation.op, operation.key, len(operation.memory))
         loop.call_later(seconds, self._end, operation, loop.time())
 
     def _seconds(self, op: Op, key: str, nbytes: int) -> float:
@@ -145,9 +153,10 @@ class SimulatedStore:
         error = self._failure(operation.op, operation.key) if self._failure is not None else None
         if error is None:
             self._move(operation, start_s)
-        self._is_busy[operation.op] = False
+        channel = self._channel[operation.op]
+        self._is_busy[channel] = False
         self._finish(operation, error)
-        self._serve(operation.op)
+        self._serve(channel)
 
     def _move(self, operation: Operation, start_s: float) -> None:
         stored = memoryview(self._bytes[operation.key])[operation.start : operation.stop]
