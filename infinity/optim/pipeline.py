@@ -213,8 +213,8 @@ class UpdatePipeline:
             )
         if buffers.has_grad:
             tickets.append(update.gradient.submit_read(chunk, buffers.grad, update.step))
-        for ticket in tickets:
-            await ticket
+        # All of them, also when one fails: the memory is given back then, and nothing may be filling it any more.
+        await Ticket.all_of(tickets, record.key)
 
     def _compute(self, update: GroupUpdate, run: _ChunkRun, buffers: _ChunkBuffers) -> None:
         """On the optimizer worker: one kernel call for one chunk."""

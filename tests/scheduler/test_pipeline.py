@@ -10,7 +10,7 @@ from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.order import Phase
 from infinity.residency import CopyState
 from infinity.testing import SimulatedStore
-from storage.errors import WriteError
+from storage.errors import ReadError, WriteError
 from storage.types import Op, TrafficTag
 from tests.scheduler.simulation import Simulation
 
@@ -84,4 +84,22 @@ async def test_a_failed_write_fails_the_update_keeps_the_bytes_and_holds_nothing
         await simulation.use(1, Phase.FORWARD)
     for copy in simulation.copies:
         copy.lost_update = None
+    await simulation.close()
+
+
+async def test_a_failed_read_of_a_chunk_is_not_over_before_the_others_into_its_memory(tmp_path: Path) -> None:
+    """Memory that a transfer still fills must not be given to anybody else."""
+
+    def failure(op: Op, key: str) -> BaseException | None:
+        return ReadError("no state") if op is Op.READ and "state" in key else None
+
+    def duration_s(op: Op, key: str, nbytes: int) -> float:
+        return 1.0 if "state" in key or op is Op.WRITE else 50.0
+
+    store = SimulatedStore(failure=failure, duration_s=duration_s)
+    simulation = Simulation(tmp_path, [1], window_nbytes=PAGE, overlapped=False, store=store)
+    await simulation.train_step()
+    with pytest.raises(ReadError, match="no state"):
+        await simulation.train_step()
+    assert store.describe_in_flight() == ["read of unit0"]  # ahead of the next step, into memory of its own
     await simulation.close()
