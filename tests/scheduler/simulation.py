@@ -39,6 +39,9 @@ class CountingKernel:
     param_dtype = torch.float32
     fields = (StateField("count", torch.float32),)
 
+    def __init__(self, on_compute: Callable[[], None]) -> None:
+        self._on_compute = on_compute
+
     def warm_up(self) -> None:
         """Nothing to compile."""
 
@@ -50,6 +53,7 @@ class CountingKernel:
         pieces: Sequence[Piece],
         grad_scale: torch.Tensor | None,
     ) -> None:
+        self._on_compute()
         for piece in pieces:
             param[piece.start : piece.stop] += 1
             state[0][piece.start : piece.stop] += 1
@@ -61,9 +65,7 @@ def make_groups(pages: Sequence[int], *, trainable: bool = True) -> list[FlatGro
     for index, count in enumerate(pages):
         weight = nn.Parameter(torch.empty(count * SHARD_ALIGN_NUMEL, device="meta"), requires_grad=trainable)
         owned = [Owned(f"unit{index}.weight", weight)]
-        groups.append(
-            FlatGroup(index, f"unit{index}", owned, shard_dtype=torch.float32, compute_dtype=torch.float32)
-        )
+        groups.append(FlatGroup(index, f"unit{index}", owned, shard_dtype=torch.float32, compute_dtype=torch.float32))
     return groups
 
 
@@ -91,6 +93,8 @@ class Simulation:
     compute_s: Callable[[Access], float] = lambda access: 1.0
     store: SimulatedStore = field(default_factory=SimulatedStore)
     device_nbytes: int | None = None
+    pipeline_nbytes: int | None = None  # instead of `pipeline_chunks`
+    on_compute: Callable[[], None] = lambda: None  # called in every kernel, on the optimizer worker
 
     def __post_init__(self) -> None:
         self.groups = make_groups(self.pages)
@@ -98,7 +102,7 @@ class Simulation:
         for copy in self.copies:
             copy.keep_at_turn = copy.group.index in self.keep_at_turn
             copy.keep_at_boundary = copy.group.index in self.keep_at_boundary
-        kernel = CountingKernel()
+        kernel = CountingKernel(self.on_compute)
         self.states = [GroupState.build(group, self.chunk_numel, kernel.fields) for group in self.groups]
         for group, state in zip(self.groups, self.states, strict=True):
             self.store.create(group.key, group.shard_nbytes)
@@ -106,7 +110,7 @@ class Simulation:
                 self.store.create(record.key, record.nbytes)
         chunk_nbytes = self.chunk_numel * (4 + 4)
         self.window = TierBudget("window", self.window_nbytes)
-        self.pipeline_budget = TierBudget("pipeline", self.pipeline_chunks * chunk_nbytes)
+        self.pipeline_budget = TierBudget("pipeline", self.pipeline_nbytes or self.pipeline_chunks * chunk_nbytes)
         gradients = sum(gradient_nbytes(group) for group in self.groups)
         # A gradient may arrive before the one of the step before has been written behind and given back.
         self.pool = HostPool(self.window_nbytes + self.pipeline_budget.limit_nbytes + 4 * gradients)
@@ -230,6 +234,4 @@ class Simulation:
         assert self.store.in_flight == 0
 
     def read_nbytes(self, step: int, kind: str = "param") -> int:
-        return sum(
-            t.nbytes for t in self.store.log if t.op is Op.READ and t.tag.kind == kind and t.tag.step == step
-        )
+        return sum(t.nbytes for t in self.store.log if t.op is Op.READ and t.tag.kind == kind and t.tag.step == step)

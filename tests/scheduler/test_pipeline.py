@@ -103,3 +103,29 @@ async def test_a_failed_read_of_a_chunk_is_not_over_before_the_others_into_its_m
         await simulation.train_step()
     assert store.describe_in_flight() == ["read of unit0"]  # ahead of the next step, into memory of its own
     await simulation.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+async def test_one_chunk_is_read_one_computed_and_one_written_at_a_time(tmp_path: Path, depth: int) -> None:
+    """While the kernel works on chunk c, c+1 is being read and c-1 written, as far as the budget goes."""
+    seen: list[list[str]] = []
+    store = SimulatedStore(duration_s=lambda op, key, nbytes: (1.0 if op is Op.READ else 1.1) * ("state" in key))
+    simulation = Simulation(
+        tmp_path,
+        [8],
+        window_nbytes=8 * PAGE,
+        keep_at_boundary=[0],
+        pipeline_nbytes=depth * PAGE,
+        store=store,
+        on_compute=lambda: seen.append([what for what in store.describe_in_flight() if "state" in what]),
+    )
+    await simulation.train_step()
+    await simulation.pipeline.drain()
+    seen.clear()
+    await simulation.train_step()
+    await simulation.close()
+    assert len(seen) == 8
+    for chunk, in_flight in list(enumerate(seen))[1:]:
+        before = [f"write of unit0/state{chunk - 1}"] if depth >= 2 else []
+        after = [f"read of unit0/state{chunk + 1}"] if depth >= 3 and chunk < 7 else []
+        assert sorted(in_flight) == sorted(before + after)

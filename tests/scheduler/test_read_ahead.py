@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 
@@ -173,4 +174,78 @@ async def test_a_failed_read_is_tried_again_when_needed_and_then_reaches_the_wai
         await simulation.use(2, Phase.FORWARD)
     for unit in (2, 3):
         await simulation.use(unit, Phase.FORWARD)
+    await simulation.close()
+
+
+@pytest.mark.parametrize("read_s", [1.5, 4.0])
+async def test_slow_storage_costs_what_it_is_slower_and_no_more(tmp_path: Path, read_s: float) -> None:
+    """Reads longer than computations: the channel never idles, so a pass takes as long as its reads."""
+    store = SimulatedStore(read_bytes_per_s=PAGE / read_s, write_bytes_per_s=1e15)
+    simulation = Simulation(tmp_path, [1] * 8, window_nbytes=3 * PAGE, store=store)
+    simulation.begin()
+    for unit in range(8):
+        await simulation.use(unit, Phase.FORWARD)
+    ended_s = simulation.uses[-1].end_s
+    assert ended_s == pytest.approx(8 * read_s + 1.0, rel=1e-3)
+    await simulation.close()
+
+
+@pytest.mark.parametrize("window", [2, 3, 5])
+async def test_a_wider_window_takes_no_longer(tmp_path: Path, window: int) -> None:
+    """Slow units after fast ones: a window carries the slack of one to the other."""
+    durations = [3.0, 3.0, 3.0, 0.2, 0.2, 0.2, 0.2, 0.2]
+
+    async def seconds(pages: int, name: str) -> float:
+        (tmp_path / name).mkdir()
+        store = SimulatedStore(read_bytes_per_s=PAGE, write_bytes_per_s=1e15)
+        simulation = Simulation(
+            tmp_path / name,
+            [1] * 8,
+            window_nbytes=pages * PAGE,
+            store=store,
+            compute_s=lambda access: durations[access.unit],
+        )
+        start_s = asyncio.get_running_loop().time()
+        simulation.begin()
+        for unit in range(8):
+            await simulation.use(unit, Phase.FORWARD)
+        taken_s = asyncio.get_running_loop().time() - start_s
+        await simulation.close()
+        return taken_s
+
+    narrow, wide = await seconds(window, "narrow"), await seconds(window + 1, "wide")
+    assert wide <= narrow
+    assert (wide < narrow) is (window < 5)  # enough to hold what the slow units leave time for
+    assert wide >= max(sum(durations), 8.0)
+
+
+async def test_no_read_starts_before_the_last_write_of_its_bytes_has_landed(tmp_path: Path) -> None:
+    store = SimulatedStore(duration_s=lambda op, key, nbytes: 0.01 if op is Op.READ else 7.0)
+    simulation = Simulation(tmp_path, [2, 1, 3], window_nbytes=4 * PAGE, store=store)
+    for _ in range(3):
+        await simulation.train_step()
+    await simulation.settle()
+    reads = [t for t in store.log if t.op is Op.READ and t.tag.kind == "param"]
+    writes = [t for t in store.log if t.op is Op.WRITE and t.tag.kind == "param"]
+    assert writes
+    for read in reads:
+        for write in writes:
+            overlaps = write.key == read.key and write.offset < read.offset + read.nbytes
+            if overlaps and read.offset < write.offset + write.nbytes and write.submitted_s <= read.submitted_s:
+                assert read.start_s >= write.end_s
+    await simulation.close()
+
+
+async def test_an_order_that_has_changed_is_learned(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, [1] * 6, window_nbytes=3 * PAGE)
+    for _ in range(2):
+        await simulation.train_step()
+    order = [0, 3, 1, 4, 2, 5]
+    demands = []
+    for _ in range(3):
+        before = simulation.read_ahead.counts["demand"]
+        await simulation.train_step(order)
+        demands.append(simulation.read_ahead.counts["demand"] - before)
+    assert demands[0] > 0
+    assert demands[1:] == [0, 0]
     await simulation.close()
