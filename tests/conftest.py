@@ -49,7 +49,8 @@ def _folders_of(request: pytest.FixtureRequest) -> list[Path]:
     return [request.node.funcargs["tmp_path"]] if "tmp_path" in request.node.funcargs else []
 
 
-def pytest_configure() -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _interruptible() -> None:
     """Ctrl-C reaches the processes that tests start, also where the tests themselves run in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
