@@ -209,7 +209,7 @@ class Engine:
     def drop_gradient(self, ref: ParameterRef) -> None:
         """What `parameter.grad = None` does."""
         if not self._runtime.is_closed:
-            self._runtime.sink.drop(ref.group, ref.slot)
+            self._updates.drop_gradient(ref.group, ref.slot)
 
     def hold(self, groups: list[FlatGroup]) -> AbstractContextManager[None]:
         """Hold groups gathered for a block; see `infinity.gathered`."""

@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.config import DeviceKind
-from infinity.errors import IterationError, NotGatheredError
+from infinity.errors import IterationError, NotGatheredError, UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
 from infinity.order import Access, Mode, Phase
@@ -117,6 +117,7 @@ class Iteration:
 
     def pre_backward(self, unit: Unit, versions: Sequence[int]) -> None:
         self._tasks.join()
+        _refuse_create_graph()
         self._updates.check_backward()
         self._refuse_stale(unit.groups, versions)
         self._gather(unit, Phase.BACKWARD)
@@ -190,6 +191,7 @@ class Iteration:
 
     def _pre_backward_on_use(self, groups: Sequence[FlatGroup], versions: Sequence[int]) -> None:
         self._tasks.join()
+        _refuse_create_graph()
         self._updates.check_backward()
         self._refuse_stale(groups, versions)
         self._gather_on_use(groups)
@@ -219,8 +221,11 @@ class Iteration:
                 )
 
     def _harvest(self, group: FlatGroup, *, is_final: bool) -> None:
-        if any(fresh_grad(parameter) is not None for parameter in group.parameters):
+        fresh = [slot for slot, parameter in enumerate(group.parameters) if fresh_grad(parameter) is not None]
+        if fresh:
             self._updates.refuse_second(group)
+        for slot in fresh:
+            self._updates.refuse_clipped(group, slot)
         self._runtime.sink.harvest(group)
         self._runtime.sink.settle(group)
         if is_final:
@@ -260,6 +265,15 @@ class Iteration:
 
     def _has_one_user(self, group: FlatGroup) -> bool:
         return len(group.units) == 1 and group.index not in self._used_elsewhere
+
+
+def _refuse_create_graph() -> None:
+    # The graph of a backward has no hooks: differentiating it would read parameters that have been released.
+    if torch.is_grad_enabled():
+        raise UnsupportedModelError(
+            "a backward with create_graph=True (double backward, gradient penalties) through an offloaded module is "
+            "not supported: the parameters it needs again would be gone by then"
+        )
 
 
 def _real(value: Any) -> Any:

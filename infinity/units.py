@@ -104,6 +104,16 @@ def _refuse_unsupported(parameters: Sequence[Owned]) -> None:
                 f"parameter {entry.name!r} is a {type(entry.parameter).__name__}; only plain nn.Parameter can be "
                 "offloaded. A model can be offloaded once; tensor subclasses have to be converted first"
             )
+        if entry.parameter._backward_hooks or getattr(entry.parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedModelError(
+                f"parameter {entry.name!r} has hooks, which would be lost: offloading replaces the parameter. Register "
+                "them after infinity.offload, inside `with infinity.gathered(module):`"
+            )
+        if entry.parameter.grad is not None:
+            raise UnsupportedModelError(
+                f"parameter {entry.name!r} has a gradient already, which would be lost. Use it, or call "
+                "model.zero_grad(), before infinity.offload"
+            )
         if entry.parameter.is_sparse or entry.parameter.is_complex():
             raise UnsupportedModelError(
                 f"parameter {entry.name!r} is sparse or complex; convert it to a dense real tensor first"

@@ -20,7 +20,7 @@ from infinity.observe.stalls import StallCause
 from infinity.optim.clip import clip_coefficient, total_norm
 from infinity.optim.hyper import AdamWHyper
 from infinity.optim.pipeline import GroupUpdate
-from infinity.released import ParameterRef
+from infinity.released import ParameterRef, SpilledGradient
 from infinity.runtime import Runtime
 from storage.types import Ticket
 
@@ -157,7 +157,28 @@ class Updates:
                 f"the gradient of {group.layout.slots[slot].name!r} was applied during backward, because the "
                 "schedule is 'overlapped'. Use schedule='synchronous' to read, change or clip gradients before step()"
             )
-        return self._runtime.sink.view(group, slot)
+        gradient = self._runtime.sink.view(group, slot)
+        scale = self._scales.get((group.index, slot))
+        if gradient is not None and scale is not None and not isinstance(gradient, SpilledGradient):
+            gradient.mul_(self._scales.pop((group.index, slot)))  # whoever looks sees what was clipped
+        return gradient
+
+    def drop_gradient(self, group: FlatGroup, slot: int) -> None:
+        """Forget the gradient of one parameter, and how it was to be clipped. Idempotent."""
+        self._runtime.sink.drop(group, slot)
+        self._scales.pop((group.index, slot), None)
+
+    def refuse_clipped(self, group: FlatGroup, slot: int) -> None:
+        """A gradient arrives for a slot.
+
+        Raises:
+            IterationError: what is there already has been clipped; the clipping would reach the new one too.
+        """
+        if self._scales.get((group.index, slot), 1.0) != 1.0:
+            raise IterationError(
+                f"a second gradient for {group.layout.slots[slot].name!r} arrived after its gradient had been clipped; "
+                "clip once, after the last backward before optimizer.step()"
+            )
 
     def discard(self) -> None:
         """Forget gradients that no step has used."""

@@ -156,6 +156,8 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _check_ranges(settings: dict[str, Any]) -> None:
+    if settings.get("amsgrad"):
+        raise ConfigError("a parameter group has amsgrad=True, which infinity.AdamW does not have")
     beta1, beta2 = settings["betas"]
     checks = {
         "lr": (settings["lr"], settings["lr"] >= 0, "at least 0"),

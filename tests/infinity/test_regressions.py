@@ -1,0 +1,110 @@
+"""What once gave other numbers than plain PyTorch without an error, or crashed the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.conftest import MakeEngine
+from tests.parity.loops import gathered_parameters
+from tests.zoo import Block, Net, batch, build, loss_of
+
+_HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+_Train = Callable[[nn.Module, torch.optim.Optimizer, Callable[..., torch.Tensor]], None]
+
+
+def _backward(model: nn.Module, number: int) -> None:
+    loss_of(model, batch(number)).backward()  # type: ignore[no-untyped-call]
+
+
+def _assert_same_bits(train: _Train, offload: MakeEngine, make: Callable[[], nn.Module] = Net, **settings: Any) -> None:
+    plain = build(make)
+    train(plain, torch.optim.AdamW(plain.parameters(), fused=True, **_HYPER), torch.nn.utils.clip_grad_norm_)
+    ours = build(make)
+    offload(ours, **settings)
+    train(ours, infinity.AdamW(ours.parameters(), **_HYPER), infinity.clip_grad_norm_)
+    found = gathered_parameters(ours)
+    assert not [name for name, want in plain.named_parameters() if not torch.equal(want, found[name])]
+
+
+def test_model_zero_grad_forgets_the_clipping_too(offload: MakeEngine) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> None:
+        for step in range(4):
+            _backward(model, step)
+            if step == 1:
+                clip(model.parameters(), 0.1)
+                model.zero_grad()
+                continue
+            if step == 3:
+                clip(model.parameters(), 0.1)
+            optimizer.step()
+            model.zero_grad()
+
+    _assert_same_bits(train, offload, host={"budget": "4MiB"})
+
+
+def test_a_clipped_gradient_is_shown_clipped_and_what_is_added_is_not(offload: MakeEngine) -> None:
+    seen: list[list[torch.Tensor]] = []
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> None:
+        for step in range(3):
+            _backward(model, step)
+            clip(model.parameters(), 0.1)
+            grads = [parameter.grad for parameter in model.parameters()]
+            seen.append([grad.clone() for grad in grads if grad is not None])
+            for grad in grads:
+                assert grad is not None
+                grad.add_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _assert_same_bits(train, offload, host={"budget": "4MiB"})
+    for plain, ours in zip(seen[:3], seen[3:], strict=True):
+        assert all(map(torch.equal, plain, ours))
+
+
+def test_a_gradient_after_clipping_is_refused(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model)
+    infinity.AdamW(model.parameters())
+    _backward(model, 0)
+    infinity.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(infinity.IterationError, match="clip once, after the last backward"):
+        _backward(model, 1)
+
+
+def test_create_graph_is_refused(offload: MakeEngine) -> None:
+    """The second backward read freed memory: a segmentation fault."""
+    model = build(lambda: nn.Sequential(*(Block() for _ in range(3))))
+    offload(model)
+    x = torch.randn(3, 37, requires_grad=True)
+    with pytest.raises(infinity.UnsupportedModelError, match="create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model(x).sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_that_would_be_lost_are_refused(offload: MakeEngine, register: str) -> None:
+    model = build(Net)
+    getattr(model.head.weight, register)(lambda _: None)  # type: ignore[union-attr]
+    with pytest.raises(infinity.UnsupportedModelError, match=r"'head\.weight' has hooks"):
+        offload(model)
+
+
+def test_gradients_that_would_be_lost_are_refused(offload: MakeEngine) -> None:
+    model = build(Net)
+    _backward(model, 0)
+    with pytest.raises(infinity.UnsupportedModelError, match="has a gradient already"):
+        offload(model)
+
+
+def test_amsgrad_of_a_parameter_group_is_refused(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model)
+    with pytest.raises(infinity.ConfigError, match="amsgrad"):
+        infinity.AdamW([{"params": list(model.parameters()), "amsgrad": True}])
