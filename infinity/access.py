@@ -36,12 +36,17 @@ class ParameterAccess:
                 held.append(group)
             yield
             for group in held:
-                if gatherer.edited(group):
-                    self.write_back(group)
-                    gatherer.accept_edits(group)
+                group.refuse_replaced()
+                self.accept(group)
         finally:
             for group in held:
                 gatherer.release(group, hold)
+
+    def accept(self, group: FlatGroup) -> None:
+        """Write a gathered group back if somebody changed it in place."""
+        if self._runtime.gatherer.edited(group):
+            self.write_back(group)
+            self._runtime.gatherer.accept_edits(group)
 
     def write_back(self, group: FlatGroup) -> None:
         """Make the present values of a gathered group its stored ones, chunk by chunk; what did not change stays.

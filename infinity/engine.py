@@ -82,6 +82,7 @@ class Engine:
     def step(self, optimizer: OptimizerView) -> None:
         """Called by the optimizer's `step()`."""
         self._check_open()
+        self._accept_resident_edits()
         self._updates.step(optimizer)
         self._iteration.end_step()
         self._book.step_ended()
@@ -135,6 +136,7 @@ class Engine:
             IterationError: an update was lost, or the running step has been applied in part.
         """
         self._check_open()
+        self._accept_resident_edits()
         save_checkpoint(self._runtime, self._updates, Path(path), optimizer, extra)
 
     def load(self, path: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -233,6 +235,12 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _accept_resident_edits(self) -> None:
+        """Resident parameters are always there, so that they can be edited anywhere; the next update starts there."""
+        self._updates.refuse_edited(self._runtime.resident_groups)
+        for group in self._runtime.resident_groups:
+            self._access.accept(group)
 
     def _check_open(self) -> None:
         self._runtime.check_open()

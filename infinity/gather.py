@@ -92,9 +92,11 @@ class Gatherer:
             IoTimeoutError, ReadError: the shard could not be read.
         """
         gathering = self._gatherings[group.index]
-        gathering.users.add(user)
         if gathering.state is GatherState.GATHERED:
+            gathering.users.add(user)
             return False
+        group.refuse_replaced()
+        gathering.users.add(user)
         try:
             if gathering.state is GatherState.RELEASED:
                 self._start(gathering, phase)

@@ -92,6 +92,23 @@ class FlatGroup:
             for module, attribute in owners:
                 module._parameters[attribute] = parameter  # type: ignore[assignment]
 
+    def refuse_replaced(self) -> None:
+        """Check that the modules still hold what stands for the parameters.
+
+        Raises:
+            UnsupportedModelError: somebody put another tensor in a parameter's place, which would be ignored.
+        """
+        for slot, parameter, stand_in, owners in zip(
+            self.layout.slots, self.parameters, self.stand_ins, self.owners, strict=True
+        ):
+            known = {id(parameter), id(stand_in)}
+            if any(id(module._parameters.get(name)) not in known for module, name in owners):
+                raise UnsupportedModelError(
+                    f"another tensor has been put in the place of offloaded parameter {slot.name!r} (assignment, "
+                    "load_state_dict(assign=True), functional_call); it would be ignored. Change values in place: "
+                    "`with infinity.gathered(module), torch.no_grad(): parameter.copy_(...)`"
+                )
+
     def allocate_flat(self) -> None:
         """Give the flat buffer memory; its content is undefined until it is filled."""
         with torch.inference_mode(False):

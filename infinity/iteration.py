@@ -105,6 +105,7 @@ class Iteration:
             forward.calls[unit.index] += 1
 
     def post_forward(self, unit: Unit) -> None:
+        self._refuse_edited(unit)
         # In a recomputation the coming backward needs the unit; post_backward or the end of backward frees it.
         if not in_backward():
             self._release(unit)
@@ -257,6 +258,15 @@ class Iteration:
             for group in runtime.units[upcoming.unit].groups:
                 if group.index not in self._resident:
                     runtime.gatherer.upload_ahead(group, upcoming.phase)
+
+    def _refuse_edited(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.index not in self._resident and self._runtime.gatherer.edited(group):
+                self._release(unit)
+                raise UnsupportedModelError(
+                    f"the forward of {unit.name!r} changes its parameters in place, and the change would be lost. "
+                    "Change them between forwards, inside `with infinity.gathered(module):`"
+                )
 
     def _release(self, unit: Unit) -> None:
         for group in unit.groups:

@@ -168,6 +168,19 @@ class Updates:
         self._runtime.sink.drop(group, slot)
         self._scales.pop((group.index, slot), None)
 
+    def refuse_edited(self, groups: Iterable[FlatGroup]) -> None:
+        """Groups are about to be updated, or have been during backward.
+
+        Raises:
+            IterationError: under `overlapped`, they were changed on the device and the update would undo that.
+        """
+        for group in groups:
+            if self.is_overlapped and self._runtime.gatherer.edited(group):
+                raise IterationError(
+                    f"parameters of {group.key} were changed in place; schedule='overlapped' would lose that. Change "
+                    "them after step(), inside `with infinity.gathered(module):`, or use schedule='synchronous'"
+                )
+
     def refuse_clipped(self, group: FlatGroup, slot: int) -> None:
         """A gradient arrives for a slot.
 
@@ -284,6 +297,7 @@ class Updates:
         runtime, optimizer = self._runtime, self._optimizer
         if optimizer is None:
             return
+        self.refuse_edited(groups)
         runtime.gatherer.drop_ahead(groups)
         runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
         updates = []

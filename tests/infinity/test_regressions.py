@@ -108,3 +108,56 @@ def test_amsgrad_of_a_parameter_group_is_refused(offload: MakeEngine) -> None:
     offload(model)
     with pytest.raises(infinity.ConfigError, match="amsgrad"):
         infinity.AdamW([{"params": list(model.parameters()), "amsgrad": True}])
+
+
+def test_a_resident_parameter_can_be_edited_anywhere(offload: MakeEngine) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> None:
+        for step in range(3):
+            _backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.head.weight.clamp_(-0.05, 0.05)  # type: ignore[union-attr, operator]
+        _backward(model, 3)
+        optimizer.step()
+
+    _assert_same_bits(train, offload, resident_threshold="1MiB")
+
+
+def test_an_edit_that_overlapped_would_lose_is_refused(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model, resident_threshold="1MiB", schedule="overlapped")
+    infinity.AdamW(model.parameters())
+    with torch.no_grad():
+        model.head.weight.clamp_(-0.05, 0.05)  # type: ignore[union-attr, operator]
+    with pytest.raises(infinity.IterationError, match="changed in place"):
+        _backward(model, 0)
+
+
+class _Normalising(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.div_(self.up.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+def test_an_edit_inside_a_forward_is_refused(offload: MakeEngine) -> None:
+    model = build(lambda: nn.Sequential(*(_Normalising() for _ in range(3))))
+    offload(model)
+    with pytest.raises(infinity.UnsupportedModelError, match="changes its parameters in place"):
+        model(torch.randn(3, 37))
+
+
+def test_replaced_parameters_are_refused(offload: MakeEngine) -> None:
+    """They were ignored, and the stored values used."""
+    model = build(Net)
+    offload(model)
+    values = {name: torch.full(tuple(p.shape), 0.01) for name, p in model.named_parameters()}
+    with pytest.raises(infinity.UnsupportedModelError, match="put in the place"):
+        torch.func.functional_call(model, values, (batch(0),))
+    with torch.no_grad():
+        want = loss_of(model, batch(0))
+    with pytest.raises(infinity.UnsupportedModelError, match="put in the place"), infinity.gathered(model):
+        model.load_state_dict(values, assign=True)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, batch(0)), want)
