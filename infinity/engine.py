@@ -82,7 +82,7 @@ class Engine:
     def step(self, optimizer: OptimizerView) -> None:
         """Called by the optimizer's `step()`."""
         self._check_open()
-        self._accept_resident_edits()
+        self._accept_edits()
         self._updates.step(optimizer)
         self._iteration.end_step()
         self._book.step_ended()
@@ -136,7 +136,7 @@ class Engine:
             IterationError: an update was lost, or the running step has been applied in part.
         """
         self._check_open()
-        self._accept_resident_edits()
+        self._accept_edits()
         save_checkpoint(self._runtime, self._updates, Path(path), optimizer, extra)
 
     def load(self, path: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -216,6 +216,7 @@ class Engine:
     def hold(self, groups: list[FlatGroup]) -> AbstractContextManager[None]:
         """Hold groups gathered for a block; see `infinity.gathered`."""
         self._check_open()
+        self._updates.refuse_outdated(groups)
         return self._access.hold(groups)
 
     # Life ------------------------------------------------------------------------------------------------------
@@ -236,10 +237,11 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _accept_resident_edits(self) -> None:
-        """Resident parameters are always there, so that they can be edited anywhere; the next update starts there."""
-        self._updates.refuse_edited(self._runtime.resident_groups)
-        for group in self._runtime.resident_groups:
+    def _accept_edits(self) -> None:
+        """Parameters that are there (resident, or in a `gathered()` block) may be edited; the next update sees it."""
+        gathered = self._runtime.gatherer.gathered()
+        self._updates.refuse_edited(gathered)
+        for group in gathered:
             self._access.accept(group)
 
     def _check_open(self) -> None:

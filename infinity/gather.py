@@ -172,6 +172,10 @@ class Gatherer:
         """Give up a claim made with `claim`."""
         self._io.post(self._read_ahead.consumed, group.index, Phase.BACKWARD)
 
+    def is_held(self, group: FlatGroup) -> bool:
+        """Whether a `UserHold` holds the group: then edits are written back, not lost."""
+        return any(isinstance(user, UserHold) for user in self._gatherings[group.index].users)
+
     def edited(self, group: FlatGroup) -> bool:
         """Whether somebody changed the gathered parameters in place since they were filled."""
         gathering = self._gatherings[group.index]

@@ -260,8 +260,9 @@ class Iteration:
                     runtime.gatherer.upload_ahead(group, upcoming.phase)
 
     def _refuse_edited(self, unit: Unit) -> None:
+        gatherer = self._runtime.gatherer
         for group in unit.groups:
-            if group.index not in self._resident and self._runtime.gatherer.edited(group):
+            if gatherer.edited(group) and not gatherer.is_held(group):
                 self._release(unit)
                 raise UnsupportedModelError(
                     f"the forward of {unit.name!r} changes its parameters in place, and the change would be lost. "

@@ -139,8 +139,8 @@ class Updates:
         except BaseException as error:
             self._tear(error)
             raise
-        for group in runtime.resident_groups:
-            if group.index in self._submitted:
+        for group in runtime.gatherer.gathered():  # resident, or held by a `gathered()` block around the step
+            if group.index in self._submitted and runtime.gatherer.is_gathered(group):
                 runtime.gatherer.refresh(group)
         self._submitted.clear()
         self._scales.clear()
@@ -179,6 +179,19 @@ class Updates:
                 raise IterationError(
                     f"parameters of {group.key} were changed in place; schedule='overlapped' would lose that. Change "
                     "them after step(), inside `with infinity.gathered(module):`, or use schedule='synchronous'"
+                )
+
+    def refuse_outdated(self, groups: Iterable[FlatGroup]) -> None:
+        """The user wants to see or edit groups.
+
+        Raises:
+            IterationError: `overlapped` has updated one that is gathered with its values of before.
+        """
+        for group in groups:
+            if group.index in self._submitted and self._runtime.gatherer.is_gathered(group):
+                raise IterationError(
+                    f"gathered() on {group.key}, which schedule='overlapped' has updated during backward; its new "
+                    "values are there after optimizer.step()"
                 )
 
     def refuse_clipped(self, group: FlatGroup, slot: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -161,3 +162,32 @@ def test_replaced_parameters_are_refused(offload: MakeEngine) -> None:
         model.load_state_dict(values, assign=True)
     with torch.no_grad():
         assert torch.equal(loss_of(model, batch(0)), want)
+
+
+def test_a_step_inside_gathered_is_seen_there(offload: MakeEngine) -> None:
+    """The block went on with the parameters of before, and an edit undid the update."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> None:
+        offloaded = isinstance(optimizer, infinity.AdamW)
+        with infinity.gathered(model) if offloaded else nullcontext(), torch.no_grad():
+            for step in range(3):
+                with torch.enable_grad():
+                    _backward(model, step)
+                model.head.weight.mul_(0.9)  # type: ignore[union-attr, operator]
+                optimizer.step()
+                optimizer.zero_grad()
+                model.head.weight.mul_(0.9)  # type: ignore[union-attr, operator]
+
+    _assert_same_bits(train, offload, host={"budget": "4MiB"})
+
+
+def test_gathered_before_the_step_of_overlapped_is_refused_where_it_would_undo_an_update(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model, resident_threshold="1MiB", schedule="overlapped")
+    optimizer = infinity.AdamW(model.parameters())
+    _backward(model, 0)
+    with pytest.raises(infinity.IterationError, match="updated during backward"), infinity.gathered(model.head):
+        raise AssertionError
+    optimizer.step()
+    with infinity.gathered(model.head):
+        assert torch.isfinite(model.head.weight).all()  # type: ignore[arg-type, union-attr]
