@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 
+from infinity.errors import NotGatheredError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.layout import Chunk
@@ -34,7 +35,8 @@ class ParameterAccess:
             for group in groups:
                 gatherer.gather(group, hold, Phase.FORWARD)
                 held.append(group)
-            yield
+            with _guarded_graphs(held):
+                yield
             for group in held:
                 group.refuse_replaced()
                 self.accept(group)
@@ -112,6 +114,38 @@ class ParameterAccess:
 
     def _tag(self, kind: str) -> TrafficTag:
         return TrafficTag(f"{kind}_edit", self._runtime.step)
+
+
+@contextmanager
+def _guarded_graphs(groups: Sequence[FlatGroup]) -> Iterator[None]:
+    """What is computed with parameters inside a block may be differentiated only while they are there.
+
+    Reading freed memory ends the process, so every saved tensor that lies in a flat buffer is looked at before it is
+    used. With hooks torch leaves out its own check for in-place changes, which is made here instead.
+    """
+    buffers = {group.flat.untyped_storage()._cdata: group for group in groups}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return tensor, tensor._version
+
+    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, version = saved
+        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+        group = buffers.get(storage._cdata) if storage is not None else None
+        if storage is not None and group is not None and storage.nbytes() == 0:
+            raise NotGatheredError(
+                f"a backward needs parameters of {group.key} that were used inside `infinity.gathered(...)`, which is "
+                "over. Run the backward inside the block too"
+            )
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that is needed for backward was changed in place: it is at "
+                f"version {tensor._version}, version {version} was saved"
+            )
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

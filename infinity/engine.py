@@ -82,6 +82,7 @@ class Engine:
     def step(self, optimizer: OptimizerView) -> None:
         """Called by the optimizer's `step()`."""
         self._check_open()
+        self._iteration.refuse_failed()
         self._accept_edits()
         self._updates.step(optimizer)
         self._iteration.end_step()
@@ -90,7 +91,7 @@ class Engine:
     def discard_gradients(self) -> None:
         """Called by the optimizer's `zero_grad()`."""
         self._check_open()
-        self._updates.discard()
+        self._iteration.discard()
 
     def clip(self, slots: Iterable[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
         """Total norm of the gradients of these slots; the next step applies the clip coefficient."""
@@ -208,9 +209,12 @@ class Engine:
         """What `parameter.grad` shows between backward and step."""
         return None if self._runtime.is_closed else self._updates.gradient_of(ref.group, ref.slot)
 
-    def drop_gradient(self, ref: ParameterRef) -> None:
-        """What `parameter.grad = None` does."""
-        if not self._runtime.is_closed:
+    def set_gradient(self, ref: ParameterRef, value: torch.Tensor | None) -> None:
+        """What `parameter.grad = value` does; None forgets the gradient."""
+        if value is not None:
+            self._check_open()
+            self._updates.set_gradient(ref.group, ref.slot, value)
+        elif not self._runtime.is_closed:
             self._updates.drop_gradient(ref.group, ref.slot)
 
     def hold(self, groups: list[FlatGroup]) -> AbstractContextManager[None]:

@@ -252,6 +252,14 @@ class GradientSink:
         gradient.norms.pop(slot, None)  # whoever sees it may change it
         return gradient.slot_view(slot).view(place.shape)
 
+    def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
+        """Make `value` (of the slot's shape, on any device) the gradient of one parameter."""
+        gradient = self._open(group)
+        gradient.slot_view(slot).copy_(value.reshape(-1))
+        gradient.present[slot] = True
+        gradient.norms.pop(slot, None)
+        self.settle(group)
+
     def drop(self, group: FlatGroup, slot: int) -> None:
         """Forget the gradient of one parameter. Idempotent."""
         gradient = self._gradients.get(group.index)

@@ -217,10 +217,24 @@ class RootHooks:
         ]
 
 
+def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict outlives the block in which it was taken; its tensors must not lie in memory that goes."""
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor) and value is not parameter:
+            state_dict[prefix + name] = value.clone()
+
+
 def install(model: nn.Module, units: Sequence[Unit], events: UnitEvents) -> list[RemovableHandle]:
     """Install the hooks of every unit and of the root; the handles remove them."""
     handles = []
     for unit in units:
         if not unit.resident:
             handles += UnitHooks(unit, events).install()
+    owners = {id(module): module for unit in units for module in unit.module.modules()}
+    for module in owners.values():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            handles.append(
+                module.register_state_dict_post_hook(_copy_into_state_dict)  # type: ignore[no-untyped-call]
+            )
     return handles + RootHooks(model, events).install()

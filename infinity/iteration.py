@@ -73,6 +73,7 @@ class Iteration:
             _log.warning("the last backward failed; its gradients are discarded")
             self.reset()
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
+        self._updates.warn_without_optimizer()
         self._forward = self._new_forward() if self._mode is Mode.TRAIN else None
         runtime.order.begin(self._mode)
         trace, position = runtime.order.upcoming()
@@ -149,6 +150,25 @@ class Iteration:
         self._backward_runs.clear()
         self._forwards.clear()
         self._kept_forwards.clear()
+
+    def refuse_failed(self) -> None:
+        """A step is about to use the gradients.
+
+        Raises:
+            IterationError: the last backward failed and left some of them out.
+        """
+        if self._tasks.any_open and not in_backward():
+            raise IterationError(
+                "the last backward failed before it was over, so only some gradients are there. Call "
+                "optimizer.zero_grad() and run forward and backward again"
+            )
+
+    def discard(self) -> None:
+        """Forget all gradients; a backward that failed is forgotten with them."""
+        if self._tasks.any_open and not in_backward():
+            self.reset()
+        else:
+            self._updates.discard()
 
     def reset(self) -> None:
         """Abandon a failed iteration: nothing gathered, no gradient, no open graph task. The engine is usable again."""

@@ -2,7 +2,8 @@
 
 [Note: gradients]
 A gradient leaves the device when its unit's backward is over and waits in host memory. `parameter.grad` shows it there
-(so norms can be read, and `model.zero_grad()` and torch's own clipping do what they say), and `None` takes it away.
+(so norms can be read, and `model.zero_grad()` and torch's own clipping do what they say); setting it replaces it, and
+`None` takes it away.
 
 [Note: released parameters]
 Reading a tensor whose storage was freed is a segmentation fault on CPU, and a `meta` tensor in its place computes
@@ -16,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -37,8 +38,8 @@ class Access(Protocol):
     def gradient_of(self, ref: ParameterRef) -> torch.Tensor | None:
         """The gradient that waits for the optimizer step, or None."""
 
-    def drop_gradient(self, ref: ParameterRef) -> None:
-        """Forget the gradient that waits for the optimizer step."""
+    def set_gradient(self, ref: ParameterRef, value: torch.Tensor | None) -> None:
+        """Replace the gradient that waits for the optimizer step; None forgets it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +68,10 @@ class OffloadedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is None:
-            self.ref.access.drop_gradient(self.ref)
-        set_fresh_grad(self, value)
+        # Inside a backward it is autograd's own gradient that hooks change; outside, the one that waits.
+        set_fresh_grad(self, value if torch._C._current_graph_task_id() != -1 else None)
+        if value is None or torch._C._current_graph_task_id() == -1:
+            self.ref.access.set_gradient(self.ref, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse(self.ref.name, "deepcopy")
@@ -120,7 +122,42 @@ _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 _REQUIRES_GRAD_SET = _REQUIRES_GRAD.__set__
 
 
-class ReleasedParameter(torch.Tensor):
+class StandIn(torch.Tensor):
+    """A tensor without data: it answers questions about metadata and hands every other operation to `touched`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operation that needs data was called on a stand-in."""
+        raise NotImplementedError  # every kind of stand-in says what happens
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.touched(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        raise NotGatheredError(f"{func} reached {_first(cls, args, kwargs or {})!r}, whose data is not here")
+
+
+class ReleasedParameter(StandIn):
     """A parameter whose data is elsewhere: metadata only; everything else gathers on use or refuses."""
 
     ref: ParameterRef
@@ -137,40 +174,15 @@ class ReleasedParameter(torch.Tensor):
         self._is_param = True
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func == _GRAD_GET:
             return args[0].ref.access.gradient_of(args[0].ref)
         if func == _GRAD_SET:
-            if args[1] is not None:
-                _refuse(args[0].ref.name, "setting .grad")
-            return args[0].ref.access.drop_gradient(args[0].ref)
+            return args[0].ref.access.set_gradient(args[0].ref, args[1])
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _keep_requires_grad(func, args, kwargs)
-        return first_released(args, kwargs).ref.access.use_released(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        _refuse(first_released(args, kwargs or {}).ref.name, str(func))
+        return _first(cls, args, kwargs).ref.access.use_released(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -182,7 +194,7 @@ class ReleasedParameter(torch.Tensor):
         _refuse(self.ref.name, "pickle")
 
 
-class SpilledGradient(torch.Tensor):
+class SpilledGradient(StandIn):
     """Stands for a gradient that waits in the swap file: metadata only, everything else refuses."""
 
     parameter_name: str
@@ -193,43 +205,16 @@ class SpilledGradient(torch.Tensor):
         self.parameter_name = parameter_name
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return _refuse_spilled(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        _refuse_spilled(func, args, kwargs or {})
+    def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
+        raise NotGatheredError(
+            f"{getattr(func, '__name__', func)} on the gradient of {_first(cls, args, kwargs).parameter_name!r}, which "
+            "waits in the swap file because the gradients do not fit in the host budget. To clip, use "
+            "infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to read gradients, raise host.budget"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"SpilledGradient({self.parameter_name}, shape={tuple(self.shape)})"
-
-
-def _refuse_spilled(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
-    name = next(leaf.parameter_name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SpilledGradient))
-    raise NotGatheredError(
-        f"{getattr(func, '__name__', func)} on the gradient of {name!r}, which waits in the swap file because the "
-        "gradients do not fit in the host budget. To clip, use infinity.clip_grad_norm_ or "
-        "AdamW(max_grad_norm=...); to read gradients, raise host.budget"
-    )
 
 
 def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -243,12 +228,15 @@ def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return parameter if func is _TENSOR.requires_grad_ else None
 
 
-def first_released(args: Sequence[Any], kwargs: dict[str, Any]) -> ReleasedParameter:
-    """The first released parameter among the arguments of an operation, looking into lists and dicts."""
+_Kind = TypeVar("_Kind", bound=StandIn)
+
+
+def _first(kind: type[_Kind], args: Sequence[Any], kwargs: dict[str, Any]) -> _Kind:
+    """The first stand-in of a kind among the arguments of an operation, looking into lists and dicts."""
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, ReleasedParameter):
+        if isinstance(leaf, kind):
             return leaf
-    raise NotGatheredError("an operation touched a released parameter in a way that cannot be seen")
+    raise NotGatheredError(f"an operation touched a {kind.__name__} in a way that cannot be seen")
 
 
 def ref_of(parameter: torch.Tensor) -> ParameterRef | None:

@@ -7,6 +7,7 @@ Both give the same bits, because an update of a group depends on nothing but its
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -23,6 +24,8 @@ from infinity.optim.pipeline import GroupUpdate
 from infinity.released import ParameterRef, SpilledGradient
 from infinity.runtime import Runtime
 from storage.types import Ticket
+
+_log = logging.getLogger(__name__)
 
 
 class OptimizerView(Protocol):
@@ -47,6 +50,7 @@ class Updates:
         self._submitted: dict[int, Sequence[AdamWHyper | None]] = {}
         self._scales: dict[tuple[int, int], torch.Tensor] = {}  # clip coefficients by group and slot
         self._torn: str | None = None
+        self._has_warned = False
         self.last_grad_norm: torch.Tensor | None = None
 
     @property
@@ -67,6 +71,15 @@ class Updates:
             self._refuse_clipping("max_grad_norm")
             self._runtime.sink.wants_norms = True
         self._optimizer = optimizer
+
+    def warn_without_optimizer(self) -> None:
+        """A forward begins: say once if gradients pile up that no optimizer of this engine will ever use."""
+        if self._optimizer is None and not self._has_warned and self._runtime.sink.pending():
+            self._has_warned = True
+            _log.warning(
+                "gradients are waiting, but no infinity.AdamW has been built over this model. An optimizer built "
+                "before infinity.offload holds the old parameters and trains nothing; build it afterwards"
+            )
 
     def check_backward(self) -> None:
         """A backward begins."""
@@ -162,6 +175,25 @@ class Updates:
         if gradient is not None and scale is not None and not isinstance(gradient, SpilledGradient):
             gradient.mul_(self._scales.pop((group.index, slot)))  # whoever looks sees what was clipped
         return gradient
+
+    def set_gradient(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
+        """Make `value` the gradient that waits for `step()`.
+
+        Raises:
+            ConfigError: the shape differs, or the schedule applies gradients as they arrive.
+        """
+        place = group.layout.slots[slot]
+        if self.is_overlapped:
+            raise ConfigError(
+                f"setting the gradient of {place.name!r} needs a step that waits for it; use schedule='synchronous'"
+            )
+        if tuple(value.shape) != place.shape:
+            raise ConfigError(f"the gradient of {place.name!r} has shape {place.shape}, got {tuple(value.shape)}")
+        waiting = self.gradient_of(group, slot)
+        if waiting is None or isinstance(waiting, SpilledGradient):
+            self._runtime.sink.put(group, slot, value.detach())
+        else:
+            waiting.copy_(value.detach())  # the same memory after an in-place change: nothing happens
 
     def drop_gradient(self, group: FlatGroup, slot: int) -> None:
         """Forget the gradient of one parameter, and how it was to be clipped. Idempotent."""

@@ -16,7 +16,7 @@ from infinity.errors import DeviceOutOfMemoryError
 from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
-from infinity.released import Access
+from infinity.released import Access, fresh_grad, set_fresh_grad
 from infinity.units import Owned
 from storage.budget import TierBudget
 from storage.pool import HostPool
@@ -97,7 +97,7 @@ def bench() -> Iterator[Bench]:
 
 def _give(group: FlatGroup, value: float) -> None:
     for parameter in group.parameters:
-        parameter.grad = torch.full_like(parameter, value)
+        set_fresh_grad(parameter, torch.full_like(parameter, value))
 
 
 def test_gradients_add_up(bench: Bench) -> None:
@@ -106,7 +106,7 @@ def test_gradients_add_up(bench: Bench) -> None:
         bench.sink.expect(group)
         _give(group, value)
         assert bench.sink.harvest(group)
-    assert all(parameter.grad is None for parameter in group.parameters)
+    assert all(fresh_grad(parameter) is None for parameter in group.parameters)
     assert not bench.sink.harvest(group)
     gradient = bench.sink.take(group)
     for slot in range(2):
@@ -118,12 +118,12 @@ def test_gradients_add_up(bench: Bench) -> None:
 
 def test_slots_without_a_gradient_are_absent(bench: Bench) -> None:
     group = _group(0)
-    group.parameters[1].grad = torch.ones(30)
+    set_fresh_grad(group.parameters[1], torch.ones(30))
     assert bench.sink.harvest(group)
     assert [bench.sink.has(group, slot) for slot in (0, 1)] == [False, True]
     norms = bench.sink.norms([(group, 0), (group, 1)])
     assert [float(norm) for norm in norms] == [pytest.approx(30**0.5)]
-    group.parameters[0].grad = torch.ones(30, 40)
+    set_fresh_grad(group.parameters[0], torch.ones(30, 40))
     bench.sink.harvest(group)
     assert len(bench.sink.norms([(group, 0), (group, 1)])) == 2
 

@@ -191,3 +191,111 @@ def test_gathered_before_the_step_of_overlapped_is_refused_where_it_would_undo_a
     optimizer.step()
     with infinity.gathered(model.head):
         assert torch.isfinite(model.head.weight).all()  # type: ignore[arg-type, union-attr]
+
+
+def test_a_state_dict_taken_in_gathered_outlives_it(offload: MakeEngine) -> None:
+    """Its tensors lay in the memory that the end of the block gives back: reading them ended the process."""
+    model = build(Net)
+    offload(model, host={"budget": "4MiB"})
+    with infinity.gathered(model):
+        values = model.state_dict()
+    plain = build(Net).state_dict()
+    assert list(values) == list(plain)
+    assert all(torch.equal(values[name], plain[name]) for name in plain)
+    with infinity.gathered(model.head):
+        part = model.head.state_dict()
+    assert torch.equal(part["weight"], plain["head.weight"])
+
+
+def test_a_graph_of_gathered_parameters_needs_its_backward_inside(offload: MakeEngine) -> None:
+    """Outside, it read freed memory, which ended the process."""
+    model = build(Net)
+    engine = offload(model, schedule="synchronous", host={"budget": "4MiB"})
+    loss = loss_of(model, batch(0))
+    with infinity.gathered(model):
+        loss = loss + sum(p.pow(2).sum() for p in model.parameters())
+    with pytest.raises(infinity.NotGatheredError, match="Run the backward inside the block"):
+        loss.backward()
+    engine.reset_iteration()
+
+
+def test_a_penalty_on_gathered_parameters_is_exact(offload: MakeEngine) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> None:
+        offloaded = isinstance(optimizer, infinity.AdamW)
+        for step in range(3):
+            with infinity.gathered(model) if offloaded else nullcontext():
+                loss = loss_of(model, batch(step)) + sum(p.pow(2).sum() for p in model.parameters())
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _assert_same_bits(train, offload, schedule="synchronous", host={"budget": "4MiB"})
+
+
+def test_an_in_place_change_is_still_noticed_in_gathered(offload: MakeEngine) -> None:
+    model = build(Net)
+    engine = offload(model, schedule="synchronous", host={"budget": "4MiB"})
+    with infinity.gathered(model.head):
+        x = torch.ones(3, 37, requires_grad=True)
+        y = x.exp()
+        z = (y @ model.head.weight.T).sum() + (y * y).sum()
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            z.backward()
+    engine.reset_iteration()
+
+
+@pytest.mark.parametrize("host", ["4MiB", "500KiB"])
+def test_setting_a_gradient_replaces_it(offload: MakeEngine, host: str) -> None:
+    """It was stepped with the old one, and the new one was added to the next."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> None:
+        for step in range(3):
+            _backward(model, step)
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full(tuple(parameter.shape), 0.01 * (number + step))
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones(tuple(parameter.shape))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _assert_same_bits(train, offload, schedule="synchronous", host={"budget": host})
+
+
+def test_changing_a_gradient_in_place_by_assignment_is_exact(offload: MakeEngine) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[..., torch.Tensor]) -> None:
+        for step in range(3):
+            _backward(model, step)
+            for parameter in model.parameters():
+                parameter.grad += 0.01  # type: ignore[operator]
+                parameter.grad = parameter.grad * 2  # type: ignore[operator]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _assert_same_bits(train, offload, schedule="synchronous", host={"budget": "4MiB"})
+
+
+def test_a_step_after_a_failed_backward_is_refused(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model, schedule="synchronous")
+    optimizer = infinity.AdamW(model.parameters(), **_HYPER)
+    model.blocks[0].up.register_full_backward_hook(lambda *_: 1 / 0)  # type: ignore[union-attr, operator, union-attr]
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, batch(0)).backward()
+    with pytest.raises(infinity.IterationError, match="backward failed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def test_gradients_without_an_optimizer_are_spoken_of_once(
+    offload: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build(Net)
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    offload(model, schedule="synchronous")
+    for step in range(3):
+        _backward(model, step)
+    assert sum("no infinity.AdamW has been built" in message for message in caplog.messages) == 1

@@ -284,7 +284,6 @@ OUTSIDE: dict[str, Callable[[nn.Module], object]] = {
     "half": lambda m: m.half(),
     "deepcopy of a parameter": lambda m: copy.deepcopy(m.get_parameter("head.weight")),
     "print": lambda m: m.get_parameter("head.weight") + 0,
-    "grad": lambda m: setattr(m.get_parameter("head.weight"), "grad", torch.zeros(29, 37)),
     "data": lambda m: m.get_parameter("head.weight").data.sum(),
 }
 
