@@ -22,30 +22,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 from infinity.devices.base import Fence
 from infinity.errors import PlacementError
 from infinity.order import Access, Mode, Phase
 from infinity.residency import CopyState, HostCopy
+from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.types import Priority, Ticket, TrafficTag
-
-
-class ShardReader(Protocol):
-    """The part of `storage.store.ShardStore` that read-ahead needs."""
-
-    def submit_read(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = Priority.READ_AHEAD,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket: ...
 
 
 class ReadAhead:
@@ -64,7 +49,7 @@ class ReadAhead:
     def __init__(
         self,
         *,
-        store: ShardReader | None,
+        store: ShardIo | None,
         pool: HostPool,
         window: TierBudget,
         copies: Sequence[HostCopy],

@@ -19,34 +19,19 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from infinity.gradients import GroupGradient
 from infinity.optim.hyper import AdamWHyper, Kernel, Piece
 from infinity.optim.records import GroupState, Record
-from infinity.readahead import ReadAhead, ShardReader
+from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
+from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
 from storage.errors import ClosedError
 from storage.pool import HostPool, Lease
-from storage.types import Priority, Ticket, TrafficTag
-
-
-class ShardWriter(ShardReader, Protocol):
-    """The part of `storage.store.ShardStore` that the pipeline needs."""
-
-    def submit_write(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = Priority.WRITE,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket: ...
+from storage.types import Ticket, TrafficTag
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +89,7 @@ class UpdatePipeline:
     def __init__(
         self,
         *,
-        store: ShardWriter | None,
+        store: ShardIo | None,
         pool: HostPool,
         budget: TierBudget,
         kernel: Kernel,
