@@ -18,12 +18,11 @@ def gathered(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Itera
     """Make parameters of an offloaded model present, to read or edit them in place.
 
     What was changed is written back at the end; what was only read is not. In bf16 a changed element becomes exactly
-    its bf16 value, as after `model.to(torch.bfloat16)`. If the block ends with an
-    exception nothing is written back.
+    its bf16 value, as after `model.to(torch.bfloat16)`. If the block ends with an exception nothing is written back.
 
-    Tensors taken inside lie in memory that the end of the block gives back: keep a clone, not the tensor or a
-    view of it, which must not be read afterwards (`state_dict()` makes its own copies). Edits through `.data` go unnoticed; edit
-    under `torch.no_grad()`.
+    Tensors taken inside lie in memory that the end of the block gives back: keep a clone, not the tensor or a view of
+    it, which must not be read afterwards (`state_dict()` makes its own copies). Edits through `.data` go unnoticed;
+    edit under `torch.no_grad()`.
 
     Args:
         target: a module (all its parameters), a parameter, or several parameters.
