@@ -21,11 +21,10 @@ from infinity.checkpoint.format import (
     group_file,
     tensor_key,
 )
-from infinity.checkpoint.parts import listed, optimizer_entries, pack_extra, save_buffers, write_synced
+from infinity.checkpoint.parts import optimizer_entries, pack_extra, save_buffers, write_synced
 from infinity.checkpoint.rng import rng_state
 from infinity.checkpoint.tensor_file import TensorFileWriter
 from infinity.checkpoint.tiers import Tiers, Values
-from infinity.errors import CheckpointError
 from infinity.groups import FlatGroup
 from infinity.optim.splitmaster import join_master
 from infinity.runtime import Runtime
@@ -42,7 +41,6 @@ def save_checkpoint(
     """Write everything a run needs to go on; see `Engine.save`."""
     updates.raise_failure()
     updates.settle("saving")
-    _refuse_edits(runtime)
     packed = pack_extra(extra)
     entries = optimizer_entries(optimizer, runtime.groups) if optimizer is not None else None
     with replaced_folder(path, lambda there: (there / INDEX_FILE).exists()) as folder:
@@ -63,15 +61,6 @@ def save_checkpoint(
             written_by={"torch": str(torch.__version__)},
         )
         write_synced(folder / INDEX_FILE, index.to_text().encode())
-
-
-def _refuse_edits(runtime: Runtime) -> None:
-    edited = [slot.name for g in runtime.groups if runtime.gatherer.edited(g) for slot in g.layout.slots]
-    if edited:
-        raise CheckpointError(
-            f"parameters were changed in place and not written back yet (among {listed(edited)}); change them inside "
-            "`with infinity.gathered(module):` and save after the block"
-        )
 
 
 def _save_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, path: Path) -> dict[str, ParameterEntry]:

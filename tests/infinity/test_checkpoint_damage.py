@@ -219,20 +219,21 @@ def test_gradients_that_wait_are_kept_by_saving_and_discarded_by_loading(run: Ru
 
 
 def test_edits(run: Run, saved: Path, tmp_path: Path) -> None:
-    """What was written back is saved; what is being edited is refused; nothing is loaded under a user's hands."""
+    """What is being edited is saved as it is, also after the block; nothing is loaded under a user's hands."""
     block = run.model.get_submodule("blocks.2")
     with infinity.gathered(block), torch.no_grad():
         with pytest.raises(infinity.CheckpointError, match=r"load outside a forward and outside `gathered\(\)`"):
             run.load(saved)
         block.get_parameter("up.weight").fill_(3.0)
-        with pytest.raises(infinity.CheckpointError, match="changed in place and not written back yet"):
-            run.save(tmp_path / "edited")
-    run.save(tmp_path / "edited")
+        run.save(tmp_path / "inside")
+    run.save(tmp_path / "after")
     wanted = run.parameters()
     assert bool((wanted["blocks.2.up.weight"] == 3).all())
-    run.load(saved)
-    run.load(tmp_path / "edited")
-    assert _equal(wanted, run.parameters())
+    for name in ("inside", "after"):
+        run.load(saved)
+        assert not _equal(wanted, run.parameters())
+        run.load(tmp_path / name)
+        assert _equal(wanted, run.parameters())
 
 
 # The folder ------------------------------------------------------------------------------------------------------
