@@ -20,6 +20,7 @@ from storage.checksums import Checksum
 from storage.drives import Drive, StorageOptions, WrapBackend
 from storage.durable import DurableFolder, open_durable_drive
 from storage.errors import IntegrityError, IoTimeoutError, StorageError, WriteError
+from storage.filesystems import sync_data
 from storage.manifest import MANIFEST_FILE, CommitPoint, KeyRecord, Manifest
 from storage.ordering import Operation
 from storage.store import ShardStore
@@ -221,7 +222,7 @@ class VersionedStore(ShardStore):
     def _sync(self) -> None:
         for drive in self._drives:
             try:
-                os.fdatasync(drive.file.fd)
+                sync_data(drive.file.fd)
             except OSError as error:
                 # The kernel forgets which pages it could not write: asking again would say that all is well.
                 failure = WriteError(

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+from infinity.optim.kernel_threads import usable_cores
+
 _CPUINFO = Path("/proc/cpuinfo")
 _DEVICES = Path("/sys/dev/block")
 
@@ -18,7 +20,7 @@ def describe_machine() -> dict[str, Any]:
     """Processor, memory, system and versions; `load` is the number of busy processes during the last minute."""
     return {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),

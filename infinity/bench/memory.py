@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from infinity.bench.tier import Progress, ready
 from infinity.config import Precision
 from infinity.devices.select import describe_missing_cuda
 from infinity.optim.hyper import AdamWHyper, Piece
-from infinity.optim.kernel_threads import KernelThreads
+from infinity.optim.kernel_threads import KernelThreads, usable_cores
 from infinity.optim.kernels import kernel_for
 from infinity.sizes import MIB
 from storage.checksums import BLOCK_NBYTES
@@ -46,7 +45,7 @@ def measure_memory(
     Returns:
         The rates, and how many bytes were written to the drive.
     """
-    threads = len(os.sched_getaffinity(0))
+    threads = usable_cores()
     rates = []
     written_nbytes = 0
     with ExitStack() as closing:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from infinity.errors import ConfigError
 from infinity.sizes import GIB, MIB, format_nbytes
-from infinity.swap_directories import file_system_of
-from storage.backends.probe import probe_direct
+from storage.backends.probe import probe_folder
 from storage.errors import StorageError
+from storage.filesystems import FileSystem, sync_data
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 
 DEFAULT_NBYTES = GIB
@@ -49,7 +49,7 @@ class Target:
         """Forget what the page cache holds of the file, so that buffered reads come from the drive."""
         fd = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fdatasync(fd)
+            sync_data(fd)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -59,7 +59,7 @@ class Target:
         """Wait until what was written is on the drive."""
         fd = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fdatasync(fd)
+            sync_data(fd)
         finally:
             os.close(fd)
 
@@ -106,7 +106,8 @@ def open_target(directory: Path, wanted_nbytes: int | None = None) -> Iterator[T
         try:
             folder = RunFolder(directory, "bench")
             closing.callback(folder.remove)
-            problem = probe_direct(folder.path)
+            found = probe_folder(folder.path)
+            problem, file_system = found.direct_problem, found.file_system
             margin = margin_nbytes(directory)
             file = SwapFile(folder.path / "bench.data", nbytes, direct=problem is None, free_margin_nbytes=margin)
             closing.callback(file.close)
@@ -114,14 +115,12 @@ def open_target(directory: Path, wanted_nbytes: int | None = None) -> Iterator[T
             raise
         except OSError as error:
             raise make_directory_error(directory, error) from error
-        kind = file_system_of(directory)
-        yield Target(directory, file, nbytes, problem, kind, _notes(kind, problem, nbytes, wanted_nbytes))
+        notes = _notes(file_system, problem, nbytes, wanted_nbytes)
+        yield Target(directory, file, nbytes, problem, file_system.name, notes)
 
 
-def _notes(kind: str, problem: str | None, nbytes: int, wanted_nbytes: int | None) -> tuple[str, ...]:
-    notes = []
-    if kind in ("tmpfs", "ramfs"):
-        notes.append(f"{kind} is memory, not a drive")
+def _notes(file_system: FileSystem, problem: str | None, nbytes: int, wanted_nbytes: int | None) -> tuple[str, ...]:
+    notes = [file_system.note] if file_system.note else []
     if problem is not None:
         notes.append(f"no direct I/O: {problem}")
     if wanted_nbytes is None and nbytes < DEFAULT_NBYTES:

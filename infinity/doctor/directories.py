@@ -8,25 +8,17 @@ from pathlib import Path
 
 from infinity.bench.machine import describe_drive
 from infinity.doctor.check import Check, Status
-from infinity.doctor.statx import direct_alignment
 from infinity.sizes import GIB, format_nbytes
-from infinity.swap_directories import file_system_of
 from storage.align import PAGE_NBYTES
-from storage.backends.probe import probe_direct
+from storage.backends.probe import Capabilities, probe_folder
 from storage.cleanup import find_run_folders
 from storage.errors import StorageError
+from storage.filesystems import FileSystem, Kind
+from storage.statx import direct_alignment
 from storage.swapfile import RunFolder
 
 _LITTLE_NBYTES = 10 * GIB
 _TOO_LITTLE_NBYTES = GIB // 4
-
-_ON_DISK = frozenset({"ext4", "ext3", "ext2", "xfs", "f2fs"})
-_COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs"})
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-_LAYERED = frozenset({"overlay", "aufs", "unionfs"})
-_NETWORK = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "glusterfs", "lustre", "gpfs", "beegfs", "afs"}
-)
 
 
 def check_directory(directory: Path) -> list[Check]:
@@ -46,12 +38,11 @@ def check_directory(directory: Path) -> list[Check]:
         fix = f"sudo chown $USER {shlex.quote(subject)}    # or give --nvme another directory"
         return [Check("directory", Status.FAILURE, f"cannot be written to: {error}", fix, subject), stale]
     try:
-        kind = file_system_of(directory)
-        problem = probe_direct(folder.path)
+        found = probe_folder(folder.path)
         return [
-            check_file_system(directory, kind),
-            check_direct(directory, kind, problem),
-            check_alignment(directory, folder.path, problem),
+            check_file_system(directory, found.file_system),
+            check_direct(directory, found),
+            check_alignment(directory, folder.path, found.direct_problem),
             check_free_space(directory),
             stale,
         ]
@@ -59,39 +50,37 @@ def check_directory(directory: Path) -> list[Check]:
         folder.remove()
 
 
-def check_file_system(directory: Path, kind: str) -> Check:
+def check_file_system(directory: Path, file_system: FileSystem) -> Check:
     """What the file system's kind means for swap files."""
     drive = describe_drive(directory)
     device = " ".join(str(drive[key]) for key in ("device", "model") if key in drive)
-    found = f"{kind or 'unknown'}{f' on {device}' if device else ''}"
-    name, subject, data = "file system", str(directory), {"kind": kind, "drive": drive}
+    found = f"{file_system.name or 'unknown'}{f' on {device}' if device else ''}"
+    name, subject = "file system", str(directory)
+    data = {"kind": file_system.name, "group": file_system.kind.value, "drive": drive}
     another = "infinity train --nvme DIR    # a directory on a local drive"
-    if kind in _IN_MEMORY:
-        return Check(name, Status.WARNING, f"{found}: memory, not a drive; swapping there gains nothing", another,
-                     subject, data)  # fmt: skip
-    if kind in _LAYERED:
-        fix = "mount a directory of the host (docker run -v /mnt/nvme:/swap) and give --nvme /swap"
-        return Check(name, Status.WARNING, f"{found}: layers of a container", fix, subject, data)
-    if kind in _NETWORK or kind.startswith("fuse"):
-        return Check(name, Status.WARNING, f"{found}: not a local drive", another, subject, data)
-    if kind in _COPY_ON_WRITE:
-        fix = f"chattr +C {shlex.quote(str(directory))}    # then make the swap files anew"
-        if kind != "btrfs":
-            fix = another
-        return Check(name, Status.WARNING, f"{found}: copies on every write, files fragment", fix, subject, data)
-    if drive.get("rotational") and kind in _ON_DISK and "virtual" not in device and not device.startswith("vd"):
+    if note := file_system.note:
+        fix = another
+        if file_system.kind is Kind.LAYERS:
+            fix = "mount a directory of the host (docker run -v /mnt/nvme:/swap) and give --nvme /swap"
+        return Check(name, Status.WARNING, f"{found}: {note}", fix, subject, data)
+    is_virtual = "virtual" in device or device.startswith("vd")
+    if drive.get("rotational") and file_system.kind is Kind.DISK and not is_virtual:
         return Check(name, Status.WARNING, f"{found}: the drive reports spinning disks", another, subject, data)
-    status = Status.OK if kind in _ON_DISK else Status.NOTE
-    return Check(name, status, found if status is Status.OK else f"{found}: not one we know", "", subject, data)
+    if file_system.kind is Kind.UNKNOWN:
+        return Check(name, Status.NOTE, f"{found}: not one we know", "", subject, data)
+    return Check(name, Status.OK, found, "", subject, data)
 
 
-def check_direct(directory: Path, kind: str, problem: str | None) -> Check:
-    """Whether an aligned write and read with O_DIRECT came back."""
-    subject, data = str(directory), {"works": problem is None}
-    if problem is None:
+def check_direct(directory: Path, capabilities: Capabilities) -> Check:
+    """Whether an aligned write and read with O_DIRECT came back, and whether that is the way to go."""
+    problem, better = capabilities.direct_problem, capabilities.buffered_reason
+    subject, data = str(directory), {"works": problem is None, "kind": capabilities.file_system.name}
+    if problem is None and better is None:
         return Check("direct I/O", Status.OK, "a page written with O_DIRECT came back", "", subject, data)
+    if problem is None:
+        return Check("direct I/O", Status.NOTE, f"works, but is not used: {better}", "", subject, data)
     fix = "infinity train --nvme DIR    # on ext4 or xfs; here the page cache is used"
-    return Check("direct I/O", Status.WARNING, problem, fix, subject, data | {"kind": kind})
+    return Check("direct I/O", Status.WARNING, problem, fix, subject, data)
 
 
 def check_alignment(directory: Path, folder: Path, problem: str | None) -> Check:

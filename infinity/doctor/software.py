@@ -11,10 +11,11 @@ import tempfile
 from pathlib import Path
 
 from infinity.doctor.check import Check, Status
-from infinity.swap_directories import default_directory, file_system_of
+from infinity.optim.kernel_threads import usable_cores
+from infinity.swap_directories import default_directory
+from storage.filesystems import find_file_system
 
 _TELLS_ALIGNMENT = (6, 1)  # statx with STATX_DIOALIGN
-_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 _NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 
 
@@ -35,9 +36,10 @@ def check_system() -> Check:
 def check_temporary_directory() -> Check:
     """Where swap files go without --nvme; often that is memory."""
     usual, used = Path(tempfile.gettempdir()), default_directory()
-    kind = file_system_of(usual)
+    file_system = find_file_system(usual)
+    kind = file_system.name
     data = {"temporary": str(usual), "file_system": kind, "used": str(used)}
-    if kind not in _IN_MEMORY:
+    if not file_system.is_memory:
         return Check("default directory", Status.OK, f"{used} ({kind or 'unknown'})", data=data)
     fix = "infinity train --nvme DIR    # or export TMPDIR=/var/tmp"
     if used != usual:
@@ -64,7 +66,7 @@ def check_processor() -> Check:
 
     is_fast = has_fast_bf16()
     found = "bf16 products in hardware" if is_fast else "no bf16 products: --precision bf16 computes in fp32 on the CPU"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     return Check("processor", Status.OK if is_fast else Status.NOTE, f"{cores} cores, {found}", data={"bf16": is_fast})
 
 

@@ -10,6 +10,11 @@ _MOST_THREADS = 8  # update kernels are bound by memory bandwidth well before th
 _RUN_TIMEOUT_S = 600.0  # a chunk takes milliseconds; only a machine that stopped gets here
 
 
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class KernelThreads:
     """Runs the parts of one kernel call side by side. Owned by whoever builds it; `close()` joins the threads.
 
@@ -18,7 +23,7 @@ class KernelThreads:
 
     def __init__(self, count: int | None = None) -> None:
         if count is None:
-            count = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+            count = min(usable_cores(), _MOST_THREADS)
         if count < 1:
             raise ValueError(f"at least one thread is needed, got {count}")
         self.count = count

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -13,6 +15,12 @@ from storage.backends.base import Backend
 from storage.backends.buffered import BufferedBackend
 from storage.backends.direct import DirectBackend
 from storage.errors import StorageError
+from storage.filesystems import FileSystem, find_file_system, stop_copying
+from storage.statx import direct_alignment
+
+_log = logging.getLogger(__name__)
+
+_LARGER_BLOCKS = (8 << 10, 16 << 10, 32 << 10, 64 << 10)
 
 
 class Engine(StrEnum):
@@ -21,6 +29,35 @@ class Engine(StrEnum):
     AUTO = "auto"
     DIRECT = "direct"
     BUFFERED = "buffered"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What files in a folder can do.
+
+    Attributes:
+        direct_problem: why O_DIRECT does not work; None when it does.
+        buffered_reason: why the page cache is the better way, although O_DIRECT may work; None when it is not.
+    """
+
+    file_system: FileSystem
+    direct_problem: str | None
+    buffered_reason: str | None
+
+
+def probe_folder(folder: Path) -> Capabilities:
+    """Find out what a folder can do that belongs to us, and prepare it.
+
+    On btrfs copying on write is switched off for the files that will be made there: direct writes to a file with
+    checksums fail when the memory changes meanwhile, fragment it, and newer kernels turn them into buffered ones.
+    """
+    file_system = find_file_system(folder)
+    reason = None
+    if file_system.is_memory:
+        reason = f"{file_system.name} is memory"
+    elif file_system.name == "btrfs" and (refusal := stop_copying(folder)) is not None:
+        reason = f"btrfs does not let this folder go without copy on write and checksums ({refusal})"
+    return Capabilities(file_system, probe_direct(folder), reason)
 
 
 def probe_direct(directory: Path) -> str | None:
@@ -34,13 +71,42 @@ def probe_direct(directory: Path) -> str | None:
         path.unlink(missing_ok=True)
         return f"opening a file with O_DIRECT failed: {error.strerror}"
     try:
-        return _try_page(fd)
+        return _refused_by_kernel(path) or _try_page(fd)
     except OSError as error:
-        # A full disk says nothing about O_DIRECT; reserving the swap file will tell how full it is.
-        return None if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"O_DIRECT failed: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return None  # a full disk says nothing about O_DIRECT; reserving the swap file will tell how full it is
+        if error.errno == errno.EINVAL and (works_nbytes := _smallest_block(fd)):
+            return _too_coarse(works_nbytes)
+        return f"O_DIRECT failed: {error.strerror}"
     finally:
         os.close(fd)
         path.unlink(missing_ok=True)
+
+
+def _refused_by_kernel(path: Path) -> str | None:
+    told = direct_alignment(path)
+    if told is None:
+        return None
+    if not told.offset_nbytes:
+        return "the kernel says that files here have no direct I/O"
+    needed_nbytes = max(told.memory_nbytes, told.offset_nbytes)
+    return _too_coarse(needed_nbytes) if needed_nbytes > PAGE_NBYTES else None
+
+
+def _too_coarse(needed_nbytes: int) -> str:
+    return f"direct I/O needs multiples of {needed_nbytes} bytes, and transfers are multiples of {PAGE_NBYTES}"
+
+
+def _smallest_block(fd: int) -> int | None:
+    """The smallest block above a page that can be written with O_DIRECT, if any can."""
+    for nbytes in _LARGER_BLOCKS:
+        with mmap.mmap(-1, nbytes) as block:
+            try:
+                if os.pwritev(fd, [block], 0) == nbytes:
+                    return nbytes
+            except OSError:
+                continue
+    return None
 
 
 def _try_page(fd: int) -> str | None:
@@ -55,20 +121,25 @@ def _try_page(fd: int) -> str | None:
     return None
 
 
-def choose_engine(directory: Path, wanted: str) -> tuple[Engine, str]:
-    """DIRECT or BUFFERED for a directory, and why.
+def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
+    """DIRECT or BUFFERED for the files of a folder of ours, and why. What its file system means is logged, once.
 
     Raises:
-        StorageError: `wanted` insists on "direct" and the directory cannot do it.
+        StorageError: `wanted` insists on "direct" and the folder cannot do it.
     """
+    capabilities = probe_folder(folder)
+    if note := capabilities.file_system.note:
+        _log.warning("%s: %s", folder, note)
+    problem = capabilities.direct_problem
     if wanted == Engine.BUFFERED:
         return Engine.BUFFERED, "asked for"
-    problem = probe_direct(directory)
-    if problem is None:
-        return Engine.DIRECT, "O_DIRECT works here"
     if wanted == Engine.DIRECT:
-        raise StorageError(f"engine 'direct' was asked for, but in {directory} {problem}. Use 'auto' or 'buffered'")
-    return Engine.BUFFERED, problem
+        if problem is not None:
+            raise StorageError(f"engine 'direct' was asked for, but in {folder} {problem}. Use 'auto' or 'buffered'")
+        return Engine.DIRECT, "asked for, and O_DIRECT works here"
+    if problem is None and capabilities.buffered_reason is None:
+        return Engine.DIRECT, "O_DIRECT works here"
+    return Engine.BUFFERED, problem or capabilities.buffered_reason or ""
 
 
 def make_backend(engine: Engine, *, threads: int, block_nbytes: int, eio_retries: int = 0) -> Backend:

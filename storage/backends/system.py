@@ -22,12 +22,16 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 VectorCall = Callable[[int, Sequence[memoryview], int], int]
 
 
+def _missing(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    raise OSError(errno.ENOSYS, "this system has no preadv and pwritev")
+
+
 @dataclass(frozen=True, slots=True)
 class SystemCalls:
     """The calls that move bytes, as (fd, buffers, offset) → bytes moved. Tests put others in."""
 
-    preadv: VectorCall = os.preadv
-    pwritev: VectorCall = os.pwritev
+    preadv: VectorCall = os.preadv if hasattr(os, "preadv") else _missing
+    pwritev: VectorCall = os.pwritev if hasattr(os, "pwritev") else _missing
 
 
 def move(calls: SystemCalls, request: IoRequest, start: int, stop: int, *, eio_retries: int = 0) -> None:

@@ -12,7 +12,10 @@ import pytest
 
 from infinity.doctor import directories, memory, software
 from infinity.doctor.check import Status
-from infinity.doctor.statx import DirectAlignment, direct_alignment
+from storage import filesystems
+from storage.backends.probe import Capabilities
+from storage.filesystems import Mount, describe_mount
+from storage.statx import DirectAlignment, direct_alignment
 from tests.cli.command import ROOT, call
 
 GIB = 1 << 30
@@ -66,7 +69,7 @@ def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:
     [
         ("ext4", Status.OK, ""),
         ("xfs", Status.OK, ""),
-        ("btrfs", Status.WARNING, "chattr +C"),
+        ("btrfs", Status.OK, ""),
         ("zfs", Status.WARNING, "--nvme"),
         ("tmpfs", Status.WARNING, "--nvme"),
         ("overlay", Status.WARNING, "docker run -v"),
@@ -78,10 +81,27 @@ def test_files_of_the_user_are_left_alone(tmp_path: Path) -> None:
 )
 def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, status: Status, advice: str) -> None:
     monkeypatch.setattr(directories, "describe_drive", lambda _: {"device": "nvme0n1"})
-    check = directories.check_file_system(tmp_path, kind)
+    check = directories.check_file_system(tmp_path, describe_mount(Mount(1, None, tmp_path, kind)))
     assert check.status is status
     assert advice in check.fix
     assert (check.fix == "") == (advice == "")
+
+
+@pytest.mark.parametrize(
+    ("problem", "better", "status"),
+    [
+        (None, None, Status.OK),
+        (None, "tmpfs is memory", Status.NOTE),
+        ("it is refused", None, Status.WARNING),
+        ("it is refused", "tmpfs is memory", Status.WARNING),
+    ],
+)
+def test_direct_transfers(tmp_path: Path, problem: str | None, better: str | None, status: Status) -> None:
+    found = Capabilities(describe_mount(Mount(1, None, tmp_path, "ext4")), problem, better)
+    check = directories.check_direct(tmp_path, found)
+    assert check.status is status
+    assert (problem or better or "came back") in check.found
+    assert bool(check.fix) == (status is Status.WARNING)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +210,8 @@ def test_memlock_matters_with_a_gpu(
 @pytest.mark.parametrize(("used", "status"), [("/var/tmp", Status.OK), ("/tmp", Status.WARNING)])
 def test_temporary_directory_in_memory(monkeypatch: pytest.MonkeyPatch, used: str, status: Status) -> None:
     monkeypatch.setattr(software.tempfile, "gettempdir", lambda: "/tmp")
-    monkeypatch.setattr(software, "file_system_of", lambda path: "tmpfs" if str(path) == "/tmp" else "ext4")
+    mounts = [Mount(1, None, Path("/"), "ext4"), Mount(2, 1, Path("/tmp"), "tmpfs")]
+    monkeypatch.setattr(filesystems, "read_mounts", lambda: mounts)
     monkeypatch.setattr(software, "default_directory", lambda: Path(used))
     assert software.check_temporary_directory().status is status
 

@@ -167,7 +167,7 @@ def test_two_drives_are_measured_alone_and_together(tmp_path: Path) -> None:
 def test_without_direct_io_the_page_cache_is_measured_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.bench.target.probe_direct", lambda _: "it is refused")
+    monkeypatch.setattr("storage.backends.probe.probe_direct", lambda _: "it is refused")
     result = run_tier(_options(tmp_path), _quiet)
     assert {series.engine for series in result.series} == {BenchEngine.BUFFERED}
     assert any("engine direct was not measured" in note for note in result.notes)

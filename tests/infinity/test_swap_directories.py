@@ -5,19 +5,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from infinity import swap_directories as module
-from infinity.swap_directories import default_directory, file_system_of, swap_directories
+from infinity.swap_directories import default_directory, swap_directories
+from storage import filesystems
+from storage.filesystems import Mount
 
 ROOT = Path(__file__).parents[2]
-
-
-class Mount(NamedTuple):
-    mountpoint: str
-    fstype: str
 
 
 Mounts = dict[str, str]
@@ -28,7 +23,9 @@ def mounts(monkeypatch: pytest.MonkeyPatch) -> Mounts:
     """File systems by mount point, in place of the machine's."""
     table: Mounts = {"/": "ext4"}
     monkeypatch.setattr(
-        module.psutil, "disk_partitions", lambda all: [Mount(*entry) for entry in table.items()]
+        filesystems,
+        "read_mounts",
+        lambda: [Mount(number, None, Path(point), name) for number, (point, name) in enumerate(table.items())],
     )
     return table
 
@@ -55,18 +52,6 @@ def test_given_directories_are_left_alone(mounts: Mounts, tmp_path: Path, caplog
         assert chosen == paths
     assert entries(tmp_path) == []
     assert caplog.messages == []
-
-
-def test_a_given_directory_in_memory_is_told(
-    mounts: Mounts, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    mounts[str(tmp_path / "ram")] = "tmpfs"
-    (tmp_path / "ram").mkdir()
-    paths = (tmp_path / "disk", tmp_path / "ram" / "not yet there")
-    with caplog.at_level(logging.WARNING), swap_directories(paths) as chosen:
-        assert chosen == paths
-    (message,) = caplog.messages
-    assert message.startswith(f"{paths[1]} is in memory, not on a disk")
 
 
 # Without any -----------------------------------------------------------------------------------------------------
@@ -142,47 +127,3 @@ def test_memory_is_told_where_there_is_no_disk(
     with caplog.at_level(logging.WARNING):
         assert default_directory() == temporary
     assert caplog.messages == [f"{temporary} is in memory, not on a disk; give nvme.paths a directory on a drive"]
-
-
-# File systems ----------------------------------------------------------------------------------------------------
-
-
-def test_the_innermost_mount_counts(mounts: Mounts, tmp_path: Path) -> None:
-    inner = tmp_path / "data" / "fast"
-    inner.mkdir(parents=True)
-    mounts[str(tmp_path / "data")] = "xfs"
-    mounts[str(inner)] = "btrfs"
-    assert file_system_of(tmp_path) == "ext4"
-    assert file_system_of(tmp_path / "data") == "xfs"
-    assert file_system_of(inner / "not" / "there" / "yet") == "btrfs"
-    assert file_system_of(tmp_path / "database") == "ext4"
-
-
-def test_links_are_followed(mounts: Mounts, tmp_path: Path) -> None:
-    (tmp_path / "ram").mkdir()
-    mounts[str(tmp_path / "ram")] = "tmpfs"
-    (tmp_path / "link").symlink_to(tmp_path / "ram")
-    assert file_system_of(tmp_path / "link") == "tmpfs"
-    assert file_system_of(tmp_path / "link" / "new") == "tmpfs"
-
-
-def test_relative_paths(mounts: Mounts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts[str(tmp_path)] = "xfs"
-    monkeypatch.chdir(tmp_path)
-    assert file_system_of(Path("swap")) == "xfs"
-
-
-def test_a_path_that_cannot_exist_counts_as_its_parent(mounts: Mounts, tmp_path: Path) -> None:
-    mounts[str(tmp_path)] = "xfs"
-    (tmp_path / "file").touch()
-    assert file_system_of(tmp_path / "file" / "below") == "xfs"
-    assert file_system_of(tmp_path / ("x" * 300) / "below") == "xfs"
-
-
-def test_an_unknown_file_system_has_no_name(mounts: Mounts, tmp_path: Path) -> None:
-    mounts.clear()
-    assert file_system_of(tmp_path) == ""
-
-
-def test_this_machine_tells() -> None:
-    assert file_system_of(Path("/proc")) == "proc"
