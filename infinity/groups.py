@@ -142,6 +142,11 @@ class Unit:
     groups: tuple[FlatGroup, ...]
     resident: bool
 
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.groups[0].flat.device
+
     def trainable(self) -> Iterator[FlatGroup]:
         return (group for group in self.groups if group.trainable)
 

@@ -2,9 +2,9 @@
 
 [Note: hooks and autograd]
 Forward: gather before, release after (unless this forward is a recomputation inside a backward: the coming backward
-needs the unit, and `post_backward` frees it). Backward: a multi-grad hook on the outputs gathers the unit before any
-of its nodes run; an identity function around the inputs runs after all of them, harvests the gradients and releases.
-What has no input that needs a gradient is harvested at the end of the last open graph task.
+needs the unit, and its end frees it). Backward: a multi-grad hook on the outputs gathers the unit before any of its
+nodes run; when all of them have run (`runs` says how that is seen) the gradients are harvested and the unit is
+released. The hooks only look at the graph and never change it, so every sum is made in the order of plain PyTorch.
 
 Every hook may be skipped (early-stopped recomputation, exceptions), repeated, or come in an odd order; so all of them
 are idempotent and none pushes or pops.
@@ -19,13 +19,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import Unit
+from infinity.runs import Run
+from infinity.torch_compat import node_sequence_nr
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -35,10 +36,10 @@ class UnitEvents(Protocol):
 
     def pre_forward(self, unit: Unit) -> None: ...
     def post_forward(self, unit: Unit) -> None: ...
-    def before_backward(self, unit: Unit) -> Callable[[], None]: ...
-    def post_backward(self, unit: Unit) -> None: ...
-    def root_pre_forward(self) -> None: ...
-    def root_post_forward(self, output: Any) -> None: ...
+    def before_backward(self, run: Run) -> Callable[[], None]: ...
+    def behind_backward(self, run: Run) -> None: ...
+    def enter_forward(self) -> None: ...
+    def leave_forward(self, output: Any) -> None: ...
     def end_backward(self) -> None: ...
 
 
@@ -48,14 +49,15 @@ def in_backward() -> bool:
 
 
 class GraphTasks:
-    """Calls `finish` once when the last open graph task ends.
+    """Calls `end_task` when a graph task ends, and `finish` when the last open one does.
 
     Reentrant checkpointing nests a graph task whose callback fires early, so one callback is queued per task id and
     the backward is over when no task is open. If a backward raises, no callback fires at all: `clear` is called then.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, end_task: Callable[[int], None], finish: Callable[[], None]) -> None:
         self._open: set[int] = set()
+        self._end_task = end_task
         self._finish = finish
 
     def join(self) -> None:
@@ -68,6 +70,7 @@ class GraphTasks:
 
     def _ended(self, task: int) -> None:
         self._open.discard(task)
+        self._end_task(task)
         if not self._open:
             self._finish()
 
@@ -77,20 +80,6 @@ class GraphTasks:
 
     def clear(self) -> None:
         self._open.clear()
-
-
-class _PostBackward(torch.autograd.Function):
-    """Identity around a unit's inputs; its backward runs when the whole unit's has."""
-
-    @staticmethod
-    def forward(ctx: Any, then: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.then = then
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.then()
-        return (None, *grads)
 
 
 def _uncompiled(hook: _Hook) -> _Hook:
@@ -105,6 +94,7 @@ class UnitHooks:
     def __init__(self, unit: Unit, events: UnitEvents) -> None:
         self._unit = unit
         self._events = events
+        self._started: Run | None = None  # the forward under way
 
     def install(self) -> list[RemovableHandle]:
         module = self._unit.module
@@ -112,28 +102,31 @@ class UnitHooks:
         post = _uncompiled(self._post_forward)
         return [
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True),
-            module.register_forward_hook(post, always_call=True, with_kwargs=True),
+            module.register_forward_hook(post, always_call=True),
         ]
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._started = None
         self._events.pre_forward(self._unit)
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        flat, spec = tree_flatten((args, kwargs))
-        # A tensor passed several times stays one tensor: modules compare their arguments by identity.
-        distinct = {id(leaf): leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
-        if distinct:
-            wrapped = _PostBackward.apply(self._post_backward, *distinct.values())  # type: ignore[no-untyped-call]
-            stand_in = dict(zip(distinct, wrapped, strict=True))
-            flat = [stand_in.get(id(leaf), leaf) for leaf in flat]
-        new_args, new_kwargs = tree_unflatten(flat, spec)
-        return new_args, new_kwargs
+        if torch.is_grad_enabled():
+            self._started = Run.start(self._unit)
+            self._watch_inputs((args, kwargs), self._started)
 
-    def _post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _watch_inputs(self, inputs: Any, run: Run) -> None:
+        # Nodes of another kind of device are executed by another thread, in an order of their own.
+        kind = self._unit.device.type
+        nodes = {tensor.grad_fn for tensor in tensors_in(inputs) if tensor.requires_grad and tensor.device.type == kind}
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(lambda _: self._events.behind_backward(run))
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        run, self._started = self._started or Run.of_unknown_start(self._unit), None
+        run.end()
         self._events.post_forward(self._unit)
         if output is not None and torch.is_grad_enabled():
             self._refuse_hidden(output)
-            watch_outputs(output, self._events.before_backward(self._unit), inputs=(args, kwargs))
+            watch_outputs(output, self._events.before_backward(run), since=run.first)
 
     def _refuse_hidden(self, output: Any) -> None:
         """What cannot be seen cannot be watched, and its backward would run without the unit's parameters."""
@@ -144,9 +137,6 @@ class UnitHooks:
                 "Return tensors, or tuples, lists, dicts or dataclasses of them, or register the type with "
                 "torch.utils._pytree.register_pytree_node"
             )
-
-    def _post_backward(self) -> None:
-        self._events.post_backward(self._unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
         raise TypeError(f"module {self._unit.name!r} of an offloaded model cannot be copied; save and load it instead")
@@ -166,16 +156,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def watch_outputs(output: Any, then: Callable[[], None], inputs: Any = ()) -> None:
+def watch_outputs(output: Any, then: Callable[[], None], *, since: int = 0) -> None:
     """Call `then` once per backward, before the first node behind any tensor of `output` runs.
 
     Args:
-        inputs: what `output` was made of. What is merely passed through has its nodes before the unit, not in it.
+        since: nodes with smaller numbers were there before; what was merely passed through is not watched.
     """
-    # An input that needed no gradient and now has a node was changed in place: that node belongs to the unit.
-    wrapped = [t for t in tensors_in(inputs) if isinstance(t.grad_fn, BackwardCFunction)]
-    passed = {id(_owner(t)) for t in wrapped}
-    outputs = [t for t in tensors_in(output) if t.requires_grad and id(_owner(t)) not in passed]
+    outputs = [t for t in tensors_in(output) if _is_made(t, since)]
     if not outputs:
         return
     register_multi_grad_hook(outputs, lambda _: then(), mode="any")
@@ -183,12 +170,13 @@ def watch_outputs(output: Any, then: Callable[[], None], inputs: Any = ()) -> No
         # An in-place operation on an output that is a view rewrites its history and drops the tensor's hook;
         # the node of its base stays.
         base = tensor._base
-        if base is not None and base.grad_fn is not None:
+        if base is not None and base.grad_fn is not None and _is_made(base, since):
             base.grad_fn.register_prehook(lambda _: then())
 
 
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor._base
+def _is_made(tensor: torch.Tensor, since: int) -> bool:
+    """Whether the node behind a tensor has at least this number; a leaf has none."""
+    return tensor.grad_fn is not None and node_sequence_nr(tensor.grad_fn) >= since
 
 
 def live_with_graph(output: Any, companion: object) -> bool:
@@ -201,20 +189,29 @@ def live_with_graph(output: Any, companion: object) -> bool:
     return bool(nodes)
 
 
-class RootHooks:
-    """The hooks of the whole model: where an outermost forward begins and ends."""
+class EntryHooks:
+    """The hooks of a module that may be called from outside: where an outermost forward begins and ends.
 
-    def __init__(self, model: nn.Module, events: UnitEvents) -> None:
-        self._model = model
+    That is the model, but also what lies between it and its units: `generate` calls an encoder by itself.
+    """
+
+    def __init__(self, module: nn.Module, events: UnitEvents) -> None:
+        self._module = module
         self._events = events
 
     def install(self) -> list[RemovableHandle]:
-        pre = _uncompiled(lambda module, args: self._events.root_pre_forward())
-        post = _uncompiled(lambda module, args, output: self._events.root_post_forward(output))
+        pre = _uncompiled(lambda module, args: self._events.enter_forward())
+        post = _uncompiled(lambda module, args, output: self._events.leave_forward(output))
         return [
-            self._model.register_forward_pre_hook(pre, prepend=True),
-            self._model.register_forward_hook(post, always_call=True),
+            self._module.register_forward_pre_hook(pre, prepend=True),
+            self._module.register_forward_hook(post, always_call=True),
         ]
+
+
+def _entries(model: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
+    """Every module that has a unit in it or is one."""
+    inside = {id(unit.module) for unit in units}
+    return [module for module in model.modules() if any(id(part) in inside for part in module.modules())]
 
 
 def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -226,7 +223,7 @@ def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
 
 
 def install(model: nn.Module, units: Sequence[Unit], events: UnitEvents) -> list[RemovableHandle]:
-    """Install the hooks of every unit and of the root; the handles remove them."""
+    """Install the hooks of every unit and of where forwards begin; the handles remove them."""
     handles = []
     for unit in units:
         if not unit.resident:
@@ -237,4 +234,6 @@ def install(model: nn.Module, units: Sequence[Unit], events: UnitEvents) -> list
             handles.append(
                 module.register_state_dict_post_hook(_copy_into_state_dict)  # type: ignore[no-untyped-call]
             )
-    return handles + RootHooks(model, events).install()
+    for module in _entries(model, units):  # after the units': an outermost forward begins before its unit is gathered
+        handles += EntryHooks(module, events).install()
+    return handles

@@ -3,7 +3,7 @@
 [Note: when a gradient is complete]
 After the backward of a unit, unless the unit ran several times, shares parameters with another unit, or was used
 outside its own forward; then at the end of backward. A forward is counted when it runs in training mode and as long as
-its graph lives, a backward when its input-side function ran; a group is complete early only when both counts agree.
+its graph lives, a backward when it is over; a group is complete early only when both counts agree.
 
 [Note: stale graphs]
 A graph that is older than an update of its parameters would be differentiated with the new values. Plain PyTorch
@@ -27,6 +27,7 @@ from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
 from infinity.order import Access, Mode, Phase
 from infinity.released import ReleasedParameter, fresh_grad, set_fresh_grad
+from infinity.runs import OpenRuns, Run
 from infinity.runtime import Runtime
 from infinity.updates import Updates
 
@@ -49,7 +50,8 @@ class Iteration:
     def __init__(self, runtime: Runtime, updates: Updates) -> None:
         self._runtime = runtime
         self._updates = updates
-        self._tasks = GraphTasks(self.end_backward)
+        self._runs = OpenRuns(self._end_run)
+        self._tasks = GraphTasks(self._runs.end_task, self.end_backward)
         self._mode = Mode.TRAIN
         self._depth = 0
         self._backward_runs: Counter[int] = Counter()
@@ -63,7 +65,7 @@ class Iteration:
 
     # Forward ---------------------------------------------------------------------------------------------------
 
-    def root_pre_forward(self) -> None:
+    def enter_forward(self) -> None:
         self._depth += 1
         if self._depth > 1 or in_backward():
             return
@@ -74,12 +76,15 @@ class Iteration:
             self.reset()
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
         self._updates.warn_without_optimizer()
-        self._forward = self._new_forward() if self._mode is Mode.TRAIN else None
+        self._forward = None
+        if self._mode is Mode.TRAIN:
+            self._forward = _Forward()
+            self._forwards.add(self._forward)
         runtime.order.begin(self._mode)
         trace, position = runtime.order.upcoming()
         runtime.io.post(runtime.read_ahead.begin, self._mode, trace, position)
 
-    def root_post_forward(self, output: Any) -> None:
+    def leave_forward(self, output: Any) -> None:
         """`output` is None when the forward failed."""
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and not in_backward():
@@ -97,37 +102,36 @@ class Iteration:
     def pre_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
         self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
-        if not recomputing and self._mode is Mode.TRAIN:
-            if self._forward is not None:
-                forward = self._forward
-            else:  # the unit is called by itself, not by the model
-                forward = self._new_forward()
-                self._kept_forwards.append(forward)
-            forward.calls[unit.index] += 1
+        if not recomputing and self._forward is not None:
+            self._forward.calls[unit.index] += 1
 
     def post_forward(self, unit: Unit) -> None:
         self._refuse_edited(unit)
-        # In a recomputation the coming backward needs the unit; post_backward or the end of backward frees it.
+        # In a recomputation the coming backward needs the unit; the end of its run or of backward frees it.
         if not in_backward():
             self._release(unit)
 
     # Backward --------------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> Callable[[], None]:
-        versions = self._versions(unit.groups)
-        return lambda: self.pre_backward(unit, versions)
+    def before_backward(self, run: Run) -> Callable[[], None]:
+        versions = self._versions(run.unit.groups)
+        return lambda: self._begin_run(run, versions)
 
-    def pre_backward(self, unit: Unit, versions: Sequence[int]) -> None:
+    def behind_backward(self, run: Run) -> None:
+        self._runs.pass_by(run)
+
+    def _begin_run(self, run: Run, versions: Sequence[int]) -> None:
         self._tasks.join()
         _refuse_create_graph()
         self._updates.check_backward()
+        self._runs.begin(run)
+        unit = run.unit
         self._refuse_stale(unit.groups, versions)
         self._gather(unit, Phase.BACKWARD)
         for group in unit.trainable():
             self._runtime.sink.expect(group)
 
-    def post_backward(self, unit: Unit) -> None:
-        self._tasks.join()
+    def _end_run(self, unit: Unit) -> None:
         self._backward_runs[unit.index] += 1
         is_over = self._backward_runs[unit.index] == sum(forward.calls[unit.index] for forward in self._forwards)
         for group in unit.trainable():
@@ -174,6 +178,7 @@ class Iteration:
         """Abandon a failed iteration: nothing gathered, no gradient, no open graph task. The engine is usable again."""
         runtime = self._runtime
         self._tasks.clear()
+        self._runs.clear()
         self._depth = 0
         self.end_step()
         for group in runtime.groups:
@@ -221,11 +226,6 @@ class Iteration:
                 self._runtime.sink.expect(group)
 
     # Parts -----------------------------------------------------------------------------------------------------
-
-    def _new_forward(self) -> _Forward:
-        forward = _Forward()
-        self._forwards.add(forward)
-        return forward
 
     def _versions(self, groups: Sequence[FlatGroup]) -> list[int]:
         """How often each group has been updated."""

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 
 def fused_adamw_(
@@ -48,6 +49,16 @@ def preserve_version_counter(*tensors: Tensor) -> Iterator[None]:
         for tensor in tensors:  # one by one: not every version takes several
             stack.enter_context(torch.autograd.grad_mode._unsafe_preserve_version_counter(tensor))
         yield
+
+
+def next_sequence_nr() -> int:
+    """The number that autograd will give the next node of this thread; those made before have smaller ones."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def node_sequence_nr(node: Node) -> int:
+    """The number that autograd has given a node."""
+    return int(node._sequence_nr())
 
 
 def cpu_has_fast_bf16() -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -161,3 +163,14 @@ def assert_parity(
     if check_traffic:
         assert_traffic(engine, loop, from_step=traffic_from_step)
     return engine
+
+
+def smallest_budget(
+    offload: Callable[..., infinity.Engine], tier: str, model: nn.Module, **settings: Any
+) -> int:
+    """The smallest budget, as the refusal of a far too small one names it."""
+    with pytest.raises(infinity.PlacementError) as refusal:
+        offload(model, **settings, **{tier: {"budget": 4096} | ({"kind": "cpu"} if tier == "device" else {})})
+    found = re.search(rf"smallest {tier} budget that works \((\d+) bytes\)", str(refusal.value))
+    assert found
+    return int(found[1])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 import infinity
 from tests.conftest import MakeEngine
-from tests.parity.loops import Loop, assert_parity, assert_traffic
+from tests.parity.loops import Loop, assert_parity, assert_traffic, smallest_budget
 from tests.zoo import Attention, Frozen, Nested, Net, OddNet, build
 
 SCHEDULES = ("overlapped", "synchronous")
@@ -27,20 +25,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _minimum(offload: MakeEngine, tier: str, model: nn.Module, **settings: Any) -> int:
-    """The smallest budget, as the refusal of a far too small one names it."""
-    with pytest.raises(infinity.PlacementError) as refusal:
-        offload(model, **settings, **{tier: {"budget": 4096} | ({"kind": "cpu"} if tier == "device" else {})})
-    found = re.search(rf"smallest {tier} budget that works \((\d+) bytes\)", str(refusal.value))
-    assert found
-    return int(found[1])
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS)
 def test_smallest_host_budget(offload: MakeEngine, schedule: str, model: str) -> None:
     make = MODELS[model]
-    minimum = _minimum(offload, "host", build(make), schedule=schedule)
+    minimum = smallest_budget(offload, "host", build(make), schedule=schedule)
     with pytest.raises(infinity.PlacementError, match="host budget"):
         offload(build(make), schedule=schedule, host={"budget": minimum - 1})
     loop = Loop(make)
@@ -55,7 +44,7 @@ def test_smallest_host_budget(offload: MakeEngine, schedule: str, model: str) ->
 @pytest.mark.parametrize("model", MODELS)
 def test_smallest_device_budget(offload: MakeEngine, schedule: str, model: str) -> None:
     make = MODELS[model]
-    minimum = _minimum(offload, "device", build(make), schedule=schedule)
+    minimum = smallest_budget(offload, "device", build(make), schedule=schedule)
     with pytest.raises(infinity.PlacementError, match="device budget"):
         offload(build(make), schedule=schedule, device={"kind": "cpu", "budget": minimum - 1})
     device = {"kind": "cpu", "budget": minimum}
@@ -64,7 +53,7 @@ def test_smallest_device_budget(offload: MakeEngine, schedule: str, model: str) 
 
 
 def test_smallest_budgets_accumulating(offload: MakeEngine) -> None:
-    minimum = _minimum(offload, "host", build(Net), schedule="synchronous")
+    minimum = smallest_budget(offload, "host", build(Net), schedule="synchronous")
     loop = Loop(Net, accumulate=(3, 1), max_norm=0.1)
     assert_parity(loop, offload, clip_in_optimizer=True, schedule="synchronous", host={"budget": minimum})
 
