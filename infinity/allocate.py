@@ -99,6 +99,8 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         groups_of_unit=[[g.index for g in unit.groups] for unit in plan.units],
         uses=plan.placement.uses,
         keep_after_backward=plan.placement.schedule is Schedule.OVERLAPPED,
+        link_timeout_s=plan.config.nvme.io_timeout_s,
+        on_failure=made.failure.note,
     )
     pipeline = UpdatePipeline(
         store=made.store,
@@ -109,6 +111,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         read_ahead=read_ahead,
         on_failure=made.failure.note,
         on_chunk=lambda name, start_s, duration_s: made.trace.add(name, "optimizer", start_s, duration_s),
+        link_timeout_s=plan.config.nvme.io_timeout_s,
     )
     inspection = Inspection(made.copies, made.budgets, made.store, pipeline)
     stalls = StallClock(

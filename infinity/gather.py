@@ -22,7 +22,7 @@ from infinity.observe.stalls import StallCause, StallClock
 from infinity.order import Phase
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
-from infinity.torch_compat import preserve_version_counter
+from infinity.torch_compat import increment_version, preserve_version_counter
 
 
 class GatherState(Enum):
@@ -165,6 +165,8 @@ class Gatherer:
             fence = self._fill(gathering, gathering.block, copy)
             self._finish(gathering)
             self._stalls.wait_fence(fence, group.key)  # the update of the next step changes the host copy
+            increment_version(group.flat)  # a graph of before would be differentiated with the new values
+            self.accept_edits(group)
         finally:
             self.unclaim(group)
 

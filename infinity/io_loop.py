@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from storage.errors import ClosedError
@@ -32,6 +33,8 @@ class IoLoop:
         self._loop = asyncio.new_event_loop()
         self._on_failure = on_failure
         self._loop.set_exception_handler(self._failed)
+        self._executor = ThreadPoolExecutor(thread_name_prefix="infinity-io-executor")  # starts threads when used
+        self._loop.set_default_executor(self._executor)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
@@ -109,7 +112,15 @@ class IoLoop:
         if pending:
             self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._end_executor()
+
+    def _end_executor(self) -> None:
+        """Join the executor's threads, for a bounded time; asyncio's own way waits forever in Python 3.11."""
+        ending = threading.Thread(target=self._executor.shutdown, name="infinity-io-ending", daemon=True)
+        ending.start()
+        ending.join(_JOIN_TIMEOUT_S)
+        if ending.is_alive():
+            _log.error("work of %s has not ended within %g s and is left behind", self._thread.name, _JOIN_TIMEOUT_S)
 
 
 async def complete(coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:

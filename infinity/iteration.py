@@ -25,6 +25,7 @@ from infinity.config import DeviceKind
 from infinity.errors import IterationError, NotGatheredError, UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
+from infinity.occupancy import Occupancy
 from infinity.order import Access, Mode, Phase
 from infinity.released import ReleasedParameter, fresh_grad, set_fresh_grad
 from infinity.runs import OpenRuns, Run
@@ -32,6 +33,7 @@ from infinity.runtime import Runtime
 from infinity.updates import Updates
 
 _ON_USE = "gathered on use"
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,8 @@ class Iteration:
         self._runs = OpenRuns(self._end_run)
         self._tasks = GraphTasks(self._runs.end_task, self.end_backward)
         self._mode = Mode.TRAIN
-        self._depth = 0
+        self._occupancy = Occupancy(runtime.model)
+        self._is_in_forward = False  # an outermost forward has begun and has not been seen to end
         self._backward_runs: Counter[int] = Counter()
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._forward: _Forward | None = None  # the one under way
@@ -66,14 +69,16 @@ class Iteration:
     # Forward ---------------------------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        self._depth += 1
-        if self._depth > 1 or in_backward():
+        if in_backward() or not self._occupancy.enter(backward_is_open=self._tasks.any_open):
             return
         runtime = self._runtime
         self._updates.raise_failure()
         if self._tasks.any_open:
             _log.warning("the last backward failed; its gradients are discarded")
-            self.reset()
+            self._abandon()
+        elif self._is_in_forward:  # see [Note: interrupted forwards]
+            self._drop_forward()
+        self._is_in_forward = True
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
         self._updates.warn_without_optimizer()
         self._forward = None
@@ -86,8 +91,8 @@ class Iteration:
 
     def leave_forward(self, output: Any) -> None:
         """`output` is None when the forward failed."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and not in_backward():
+        if not in_backward() and self._occupancy.leave():
+            self._is_in_forward = False
             used = [self._runtime.groups[index] for index in sorted(self._used_in_forward)]
             self._used_in_forward.clear()
             for group in used:
@@ -101,6 +106,8 @@ class Iteration:
 
     def pre_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
+        if not recomputing:
+            self._occupancy.check()
         self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
         if not recomputing and self._forward is not None:
             self._forward.calls[unit.index] += 1
@@ -176,17 +183,26 @@ class Iteration:
 
     def reset(self) -> None:
         """Abandon a failed iteration: nothing gathered, no gradient, no open graph task. The engine is usable again."""
-        runtime = self._runtime
+        self._occupancy.clear()
+        self._abandon()
+
+    def _abandon(self) -> None:
         self._tasks.clear()
         self._runs.clear()
-        self._depth = 0
+        self._drop_forward()
         self.end_step()
-        for group in runtime.groups:
+        for group in self._runtime.groups:
             for parameter in group.parameters:
                 set_fresh_grad(parameter, None)
-        runtime.gatherer.release_all()
         self._updates.discard()
         self._updates.abandon()
+
+    def _drop_forward(self) -> None:
+        """Nothing of a forward that was interrupted is left; gradients that wait stay."""
+        self._is_in_forward = False
+        self._forward = None
+        self._used_in_forward.clear()
+        self._runtime.gatherer.release_all()
 
     # Gather on use ---------------------------------------------------------------------------------------------
 
@@ -196,7 +212,10 @@ class Iteration:
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation touches released parameters: gather them inside a forward or backward, refuse outside."""
         used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
-        if self._depth == 0 and not in_backward():
+        if func in _DIFFERENTIATE:  # asks for gradients; units are gathered as their backward comes
+            real_args, real_kwargs = tree_map(_real, (tuple(args), kwargs))
+            return func(*real_args, **real_kwargs)
+        if not self._occupancy.is_inside and not in_backward():
             name = getattr(func, "__name__", str(func))
             raise NotGatheredError(
                 f"{name} on parameter {used[0].ref.name!r}, whose data is not here: it is offloaded and gathered only "

@@ -29,8 +29,11 @@ from infinity.order import Access, Mode, Phase
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
+from storage.errors import IoTimeoutError
 from storage.pool import HostPool
 from storage.types import Priority, Ticket, TrafficTag
+
+_FENCE_POLL_S = 0.0002  # about what a hop through a waiting thread costs
 
 
 class ReadAhead:
@@ -44,6 +47,8 @@ class ReadAhead:
         groups_of_unit: for every unit, the indices of the groups it gathers.
         uses: how often a forward, or a backward, gathers each group; by group index.
         keep_after_backward: whether an update follows at once and wants the copy (the overlapped schedule).
+        link_timeout_s: longest time that a copy to the device may take before it counts as stuck.
+        on_failure: told about a copy to the device that is stuck or has failed.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class ReadAhead:
         groups_of_unit: Sequence[Sequence[int]],
         uses: Mapping[int, int],
         keep_after_backward: bool,
+        link_timeout_s: float = 60.0,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -65,6 +72,8 @@ class ReadAhead:
         self._uses = uses
         self._used: Counter[tuple[int, Phase]] = Counter()  # by group and phase, in the iteration under way
         self._keep_after_backward = keep_after_backward
+        self._link_timeout_s = link_timeout_s
+        self._on_failure = on_failure
         self._trace: tuple[Access, ...] = ()
         self._position = 0
         self._mode = Mode.TRAIN
@@ -130,10 +139,11 @@ class ReadAhead:
         while not copy.claim():
             if not copy.update.done:
                 await copy.update
+            elif copy.lost_update is not None:
+                copy.raise_lost_update()
             elif copy.state is CopyState.WRITING or copy.is_claimed:
                 await self.wait_change()
             elif copy.state is CopyState.FAILED:
-                copy.raise_lost_update()
                 copy.drop()  # a read failed before; this one is another try
             elif not self._try_read(copy, Priority.DEMAND):
                 await self._make_room(copy)
@@ -176,7 +186,7 @@ class ReadAhead:
                 if self._will_be_there(copy, access.phase, before):
                     continue
                 # In order, or not at all: what is read past a gap would have to be evicted to close it.
-                is_readable = copy.state is CopyState.ABSENT and copy.update.done and before is None
+                is_readable = copy.state is CopyState.ABSENT and copy.is_settled and before is None
                 if not is_readable or not self._try_read(copy, Priority.READ_AHEAD):
                     return
 
@@ -186,7 +196,7 @@ class ReadAhead:
 
     def _will_be_there(self, copy: HostCopy, phase: Phase, before: Phase | None) -> bool:
         """Whether a coming access finds the copy that is there now, after a use in phase `before` (None: unused)."""
-        if not copy.update.done:
+        if not copy.is_settled:
             return False
         if before is not None:
             return copy.keep_at_turn and before is Phase.FORWARD and phase is Phase.BACKWARD
@@ -209,10 +219,29 @@ class ReadAhead:
         self.advance()
 
     async def _consumed_after(self, index: int, phase: Phase, fence: Fence) -> None:
+        """The claim ends with the copy to the device. One that is stuck may still read the memory, which stays."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._link_timeout_s
+        while not fence.done:
+            if loop.time() >= deadline_s:
+                self._fail(
+                    IoTimeoutError(
+                        f"the copy of {self._copies[index].group.key} to the device is not over after "
+                        f"{self._link_timeout_s:g} s. The device is stuck or far too slow; check it, or raise "
+                        "nvme.io_timeout_s"
+                    )
+                )
+                return
+            await asyncio.sleep(_FENCE_POLL_S)
         try:
-            await asyncio.get_running_loop().run_in_executor(None, fence.wait)
-        finally:
-            self.consumed(index, phase)
+            fence.wait(0)
+        except Exception as error:
+            self._fail(error)
+        self.consumed(index, phase)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._on_failure is not None:
+            self._on_failure(error)
 
     def _is_kept(self, copy: HostCopy, phase: Phase) -> bool:
         if self._mode is not Mode.TRAIN:

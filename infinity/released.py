@@ -73,6 +73,24 @@ class OffloadedParameter(nn.Parameter):
         if value is None or torch._C._current_graph_task_id() == -1:
             self.ref.access.set_gradient(self.ref, value)
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
+        """As in torch. It would see the whole gradient; here earlier parts have left, and it is refused then.
+
+        Raises:
+            UnsupportedModelError: in a backward, when gradients of an earlier one wait.
+        """
+
+        def whole(parameter: OffloadedParameter) -> None:
+            if parameter.ref.access.gradient_of(parameter.ref) is not None:
+                raise UnsupportedModelError(
+                    f"the hook of {parameter.ref.name!r} (register_post_accumulate_grad_hook) would see a part of an "
+                    "accumulated gradient only: what came before has left the device. Use one backward per step, one "
+                    "use per forward, or read parameter.grad after the last backward"
+                )
+            hook(parameter)
+
+        return super().register_post_accumulate_grad_hook(whole)  # type: ignore[no-untyped-call]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse(self.ref.name, "deepcopy")
 
@@ -120,6 +138,7 @@ _GRAD: Any = inspect.getattr_static(_TENSOR, "grad")
 _REQUIRES_GRAD: Any = inspect.getattr_static(_TENSOR, "requires_grad")
 _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 _REQUIRES_GRAD_SET = _REQUIRES_GRAD.__set__
+_REGISTER = (_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook)
 
 
 class StandIn(torch.Tensor):
@@ -180,6 +199,9 @@ class ReleasedParameter(StandIn):
             return args[0].ref.access.gradient_of(args[0].ref)
         if func == _GRAD_SET:
             return args[0].ref.access.set_gradient(args[0].ref, args[1])
+        if func in _REGISTER:  # hooks belong to the real parameter, which is one object for the whole run
+            parameter = args[0].ref.group.parameters[args[0].ref.slot]
+            return getattr(parameter, func.__name__)(*args[1:], **kwargs)
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _keep_requires_grad(func, args, kwargs)
         return _first(cls, args, kwargs).ref.access.use_released(func, args, kwargs)

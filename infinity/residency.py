@@ -75,7 +75,7 @@ class HostCopy:
             usable = self.state in (CopyState.READING, CopyState.CLEAN) or (
                 self.state is CopyState.WRITING and self.stays_when_written
             )
-            if usable and self.update.done and not self._is_claimed:
+            if usable and self.is_settled and not self._is_claimed:
                 self._is_claimed = True
                 return True
             return False
@@ -83,6 +83,11 @@ class HostCopy:
     def unclaim(self) -> None:
         with self._claim_lock:
             self._is_claimed = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the newest bytes of the shard are where the state says: no update is pending, and none was lost."""
+        return self.update.done and self.lost_update is None
 
     @property
     def stays_when_written(self) -> bool:

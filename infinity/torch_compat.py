@@ -61,6 +61,12 @@ def node_sequence_nr(node: Node) -> int:
     return int(node._sequence_nr())
 
 
+def increment_version(tensor: Tensor) -> None:
+    """Count a change of `tensor` that autograd did not see: graphs that saved it are refused from now on."""
+    with torch.inference_mode(False):
+        torch.autograd.graph.increment_version(tensor)
+
+
 def cpu_has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX or the Arm extension)."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)

@@ -160,7 +160,7 @@ class CudaDevice(BudgetedDevice):
         if isinstance(fence, CudaFence):
             torch.cuda.current_stream(self._index).wait_event(fence.event)
         else:
-            fence.wait()
+            fence.wait(_JOIN_TIMEOUT_S)
 
     def download(
         self,

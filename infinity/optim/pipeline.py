@@ -29,7 +29,7 @@ from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
-from storage.errors import ClosedError
+from storage.errors import ClosedError, IoTimeoutError
 from storage.pool import HostPool, Lease
 from storage.types import Ticket, TrafficTag
 
@@ -84,6 +84,7 @@ class UpdatePipeline:
         store: where records and shards lie; None when everything is placed in host memory.
         budget: bytes of chunk buffers in flight; at least one chunk.
         on_failure: told about the first exception of an update, which is lost then.
+        link_timeout_s: longest time that a gradient may take from the device before it counts as stuck.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class UpdatePipeline:
         read_ahead: ReadAhead,
         on_failure: Callable[[BaseException], None],
         on_chunk: Callable[[str, float, float], None] | None = None,
+        link_timeout_s: float = 60.0,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -106,6 +108,7 @@ class UpdatePipeline:
         self._read_ahead = read_ahead
         self._on_failure = on_failure
         self._on_chunk = on_chunk
+        self._link_timeout_s = link_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
         self.chunks_done = 0
 
@@ -203,8 +206,7 @@ class UpdatePipeline:
 
     def _compute(self, update: GroupUpdate, run: _ChunkRun, buffers: _ChunkBuffers) -> None:
         """On the optimizer worker: one kernel call for one chunk."""
-        for fence in update.gradient.fences:
-            fence.wait()
+        self._wait_gradient(update)
         started_s = time.perf_counter()
         record, chunk, group = run.record, run.record.chunk, update.state.group
         memory = record.lease.memory if record.lease is not None else buffers.record
@@ -225,6 +227,17 @@ class UpdatePipeline:
         self.chunks_done += 1
         if self._on_chunk is not None:
             self._on_chunk(record.key, started_s, time.perf_counter() - started_s)
+
+    def _wait_gradient(self, update: GroupUpdate) -> None:
+        for fence in update.gradient.fences:
+            try:
+                fence.wait(self._link_timeout_s)
+            except TimeoutError as error:
+                raise IoTimeoutError(
+                    f"the gradient of {update.state.group.key} has not arrived from the device within "
+                    f"{self._link_timeout_s:g} s. The device is stuck or far too slow; check it, or raise "
+                    "nvme.io_timeout_s"
+                ) from error
 
     def _write(self, update: GroupUpdate, record: Record, buffers: _ChunkBuffers) -> Ticket:
         store, chunk, group = self._store, record.chunk, update.state.group
