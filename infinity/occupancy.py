@@ -25,7 +25,7 @@ _BACKWARD = "_engine_run_backward"  # what every kind of backward runs
 
 
 class Occupancy:
-    """Counts nested calls of a model and its parts. Written by the thread that is inside; the lock covers the way in."""
+    """Counts nested calls of a model and its parts. Written by the thread inside; the lock covers the way in."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module) for module in model.modules()}
