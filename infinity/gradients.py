@@ -20,9 +20,9 @@ from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.optim.clip import parameter_norm
 from infinity.released import SpilledGradient, fresh_grad, set_fresh_grad
+from infinity.shard_io import ShardIo
 from storage.budget import Reservation, TierBudget
 from storage.pool import HostPool, Lease
-from storage.store import ShardStore
 from storage.types import Priority, Ticket, TrafficTag
 
 GRAD_DTYPE = torch.float32
@@ -43,7 +43,7 @@ class GroupGradient:
     `present[slot]` tells whether the slot has a gradient; the memory of other slots is undefined.
     """
 
-    def __init__(self, group: FlatGroup, store: ShardStore | None) -> None:
+    def __init__(self, group: FlatGroup, store: ShardIo | None) -> None:
         self.group = group
         self.present = [False] * len(group.layout.slots)
         self.norms: dict[int, torch.Tensor] = {}
@@ -115,7 +115,7 @@ class GradientSink:
         *,
         device: Device,
         pool: HostPool,
-        store: ShardStore | None,
+        store: ShardIo | None,
         held: TierBudget,
         transit: TierBudget,
         spilled: frozenset[int],

@@ -102,14 +102,18 @@ class ReadAhead:
 
     def consumed(self, index: int, phase: Phase, fence: Fence | None = None) -> None:
         """The training thread has submitted the copy to the device; its claim ends once `fence` has passed."""
+        self._consumed_here.add(index)  # now, and not when the copy is over: the training thread may be further then
         if fence is not None and not fence.done:
             task = asyncio.create_task(self._consumed_after(index, phase, fence))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            return
+        else:
+            self._use_over(index, phase)
+
+    def _use_over(self, index: int, phase: Phase) -> None:
+        """The device has the bytes: end the claim, and keep or drop the copy."""
         copy = self._copies[index]
         copy.unclaim()
-        self._consumed_here.add(index)
         self._used[index, phase] += 1
         self._settle(copy)
         copy.free_failed()
@@ -237,7 +241,7 @@ class ReadAhead:
             fence.wait(0)
         except Exception as error:
             self._fail(error)
-        self.consumed(index, phase)
+        self._use_over(index, phase)
 
     def _fail(self, error: BaseException) -> None:
         if self._on_failure is not None:

@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,17 +26,21 @@ _HUGE_NBYTES = 2 << 20
 Register = Callable[[int, int], Callable[[], None]]
 
 
-def _map_private(nbytes: int) -> mmap.mmap:
-    """Private memory, because only that gets huge pages everywhere: the first touch is five times faster than shared.
+def map_private(nbytes: int, *, huge_pages: bool) -> memoryview:
+    """Memory of its own.
+
+    Private memory, because only that gets huge pages everywhere: the first touch is five times faster than shared.
 
     Children do not inherit it, so a forked data loader neither copies pages on write nor keeps them alive.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)
+        return memoryview(mmap.mmap(-1, nbytes))
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
         mapped.madvise(mmap.MADV_DONTFORK)
-    return mapped
+    if huge_pages and nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapped)
 
 
 class _Block:
@@ -43,13 +48,10 @@ class _Block:
 
     __slots__ = ("address", "memory", "nbytes", "unregister")
 
-    def __init__(self, nbytes: int, register: Register | None, *, huge_pages: bool) -> None:
-        mapped = _map_private(nbytes)
-        if huge_pages and nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+    def __init__(self, nbytes: int, memory: memoryview, register: Register | None) -> None:
         self.nbytes = nbytes
-        self.memory = memoryview(mapped)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        self.memory = memory
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.unregister = register(self.address, nbytes) if register is not None else None
 
     def unmap(self) -> None:
@@ -105,15 +107,23 @@ class HostPool:
         capacity_nbytes: ceiling of leased and cached bytes together.
         register: pins a block, given address and size, and returns what unpins it (cudaHostRegister).
         huge_pages: advise the kernel to back large blocks with huge pages.
+        map_memory: where a block of so many bytes comes from instead; simulations have no use for real memory.
     """
 
-    def __init__(self, capacity_nbytes: int, *, register: Register | None = None, huge_pages: bool = True) -> None:
+    def __init__(
+        self,
+        capacity_nbytes: int,
+        *,
+        register: Register | None = None,
+        huge_pages: bool = True,
+        map_memory: Callable[[int], memoryview] | None = None,
+    ) -> None:
         self.capacity_nbytes = capacity_nbytes
         self.leased_nbytes = 0
         self.cached_nbytes = 0
         self.peak_nbytes = 0
         self._register = register
-        self._huge_pages = huge_pages
+        self._map_memory = map_memory or partial(map_private, huge_pages=huge_pages)
         self._free: dict[int, list[_Block]] = {}  # by size; the size used longest ago first
         self._holders: Counter[str] = Counter()
         self._is_closed = False
@@ -207,7 +217,7 @@ class HostPool:
     def _map(self, size: int, owner: str) -> _Block:
         """A new block for bytes already charged."""
         try:
-            return _Block(size, self._register, huge_pages=self._huge_pages)
+            return _Block(size, self._map_memory(size), self._register)
         except (OSError, MemoryError) as error:
             self._discharge(size, owner)
             raise PoolExhaustedError(

@@ -101,10 +101,12 @@ def test_storage_store_is_loaded_without_torch() -> None:
 def test_tools_of_the_tests_stay_out_of_the_product() -> None:
     found = offenders("infinity", ("infinity.testing", "tests", "pytest", "hypothesis"))
     # The fake GPU is one of the tools and, as `device.kind = "fake"`, a device that users may choose.
+    # The virtual clock is what the planner simulates on.
     assert [line for line in found if not line.startswith("infinity.testing")] == [
         "infinity.devices.fake imports infinity.testing.clock",
         "infinity.devices.fake imports infinity.testing.fake_gpu",
         "infinity.devices.select imports infinity.testing.fake_gpu",
+        "infinity.plan.virtual imports infinity.testing.clock",
     ]
     assert offenders("infinity.testing", ("tests", "pytest", "hypothesis")) == []
 

@@ -11,6 +11,7 @@ import typer
 from infinity.cli.bench import app as bench
 from infinity.cli.doctor import doctor
 from infinity.cli.failures import deferred, reported
+from infinity.cli.plan import plan
 from infinity.models.presets import DEFAULT_PRESET, describe_presets
 
 _EPILOG = "Exit codes: 0 success, 2 bad usage or impossible plan, 130 stopped by Ctrl-C, 1 any other failure."
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command(epilog=_EPILOG)(doctor)
+app.command(epilog=_EPILOG)(plan)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,202 @@
+"""What to change: the same plan with one thing different, the knobs tried against each other, and sweeps of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from infinity.config import Schedule
+from infinity.errors import ConfigError, PlacementError
+from infinity.plan.planner import PlanRequest, StepPlan, chosen_schedule, make_plan
+from infinity.sizes import format_nbytes, parse_nbytes
+
+_MOST_SWEPT = 64
+_NEAREST_TRIES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing changed. `plan` is None when it would not fit, and `problem` says why."""
+
+    what: str
+    plan: StepPlan | None
+    problem: str = ""
+
+
+def what_to_change(request: PlanRequest) -> list[Change]:
+    """One more drive, more memory, a larger batch, another schedule, other activations: each planned by itself."""
+    return [_try(what, changed) for what, changed in _changes(request)]
+
+
+def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    hardware, workload = request.hardware, request.workload
+    if hardware.drives:
+        last = hardware.drives[-1]
+        more = replace(hardware, drives=(*hardware.drives, last))
+        yield f"one more drive like {last.name}", replace(request, hardware=more)
+    if workload.host_budget_nbytes is None:
+        doubled = 2 * hardware.host_memory_nbytes
+        yield (
+            f"{format_nbytes(doubled)} of host memory",
+            replace(request, hardware=replace(hardware, host_memory_nbytes=doubled)),
+        )
+    yield f"--batch {2 * workload.batch}", with_workload(request, batch=2 * workload.batch)
+    if workload.accumulate == 1:
+        yield "--accumulate 2", with_workload(request, accumulate=2, schedule=Schedule.AUTO)
+    present = chosen_schedule(workload)[0]
+    others = [s for s in (Schedule.SYNCHRONOUS, Schedule.OVERLAPPED) if s is not present]
+    for schedule in others:
+        if schedule is Schedule.SYNCHRONOUS or workload.accumulate == 1:
+            yield f"--schedule {schedule.value}", with_workload(request, schedule=schedule)
+    recompute = "--no-recompute" if workload.recompute else "--recompute"
+    yield recompute, with_workload(request, recompute=not workload.recompute)
+
+
+def with_workload(
+    request: PlanRequest,
+    *,
+    batch: int | None = None,
+    accumulate: int | None = None,
+    schedule: Schedule | None = None,
+    recompute: bool | None = None,
+) -> PlanRequest:
+    """The same request with another workload."""
+    workload = request.workload
+    workload = replace(
+        workload,
+        batch=workload.batch if batch is None else batch,
+        accumulate=workload.accumulate if accumulate is None else accumulate,
+        schedule=workload.schedule if schedule is None else schedule,
+        recompute=workload.recompute if recompute is None else recompute,
+    )
+    return replace(request, workload=workload)
+
+
+def _try(what: str, request: PlanRequest) -> Change:
+    try:
+        return Change(what, make_plan(request))
+    except PlacementError as error:
+        return Change(what, None, str(error).splitlines()[0])
+
+
+def search(request: PlanRequest) -> list[Change]:
+    """Every way to run the same tokens per step: micro-batches, schedules, recomputation. Fastest first."""
+    together = request.workload.batch * request.workload.accumulate
+    found = []
+    for accumulate in (n for n in range(1, together + 1) if together % n == 0):
+        schedules = [Schedule.SYNCHRONOUS, *([Schedule.OVERLAPPED] if accumulate == 1 else [])]
+        for schedule in schedules:
+            for recompute in (True, False):
+                batch = together // accumulate
+                changed = with_workload(
+                    request, batch=batch, accumulate=accumulate, schedule=schedule, recompute=recompute
+                )
+                words = "recompute" if recompute else "no-recompute"
+                what = f"--batch {batch} --accumulate {accumulate} --schedule {schedule.value} --{words}"
+                found.append(_try(what, changed))
+    return sorted(found, key=lambda change: change.plan.step_s if change.plan is not None else float("inf"))
+
+
+def nearest_that_works(request: PlanRequest) -> Change | None:
+    """The least change with which a request that does not fit would: recompute, smaller batches, more host memory."""
+    tries: list[tuple[str, PlanRequest]] = []
+    workload = request.workload
+    if not workload.recompute:
+        tries.append(("--recompute", with_workload(request, recompute=True)))
+    batch = workload.batch
+    while batch > 1:
+        batch //= 2
+        what = f"--batch {batch} --recompute"
+        tries.append((what, with_workload(request, batch=batch, recompute=True)))
+    least = with_workload(request, batch=1, recompute=True)
+    for power in range(1, _NEAREST_TRIES):
+        nbytes = request.hardware.host_memory_nbytes << power
+        bigger = replace(request.hardware, host_memory_nbytes=nbytes)
+        unlimited = replace(request.workload, host_budget_nbytes=None)
+        what = f"--host-memory {format_nbytes(nbytes)}"
+        tries.append((what, replace(request, hardware=bigger, workload=unlimited)))
+        tries.append((f"{what} --batch 1 --recompute", replace(least, hardware=bigger)))
+    for what, changed in tries:
+        change = _try(what, changed)
+        if change.plan is not None:
+            return change
+    return None
+
+
+# Sweeps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One knob over a range: `values` as text, and the plan at each."""
+
+    name: str
+    values: list[str]
+    points: list[Change]
+
+
+def sweep(request: PlanRequest, text: str) -> Sweep:
+    """Plan at every value of a range such as `host-memory=64GiB..512GiB` (doubling) or `drives=1..8`.
+
+    Raises:
+        ConfigError: the text is not understood.
+    """
+    name, _, span = text.partition("=")
+    first, dots, last = span.partition("..")
+    if name not in _KNOBS or not dots:
+        raise ConfigError(f"--sweep {text}: allowed: NAME=FIRST..LAST with NAME one of {', '.join(_KNOBS)}")
+    parse, step, change = _KNOBS[name]
+    try:
+        low, high = parse(first), parse(last)
+    except ValueError as error:
+        raise ConfigError(f"--sweep {text}: {error}") from None
+    if not 0 < low <= high:
+        raise ConfigError(f"--sweep {text}: the first value must be positive and not above the last")
+    values = [low]
+    while step(values[-1]) <= high:
+        values.append(step(values[-1]))
+        if len(values) > _MOST_SWEPT:
+            raise ConfigError(f"--sweep {text}: more than {_MOST_SWEPT} values; use a smaller range")
+    show = format_nbytes if parse is parse_nbytes else str
+    return Sweep(name, [show(value) for value in values], [_try(show(v), change(request, v)) for v in values])
+
+
+def _whole(text: str) -> int:
+    return int(text)
+
+
+def _with_drives(request: PlanRequest, count: int) -> PlanRequest:
+    drives = request.hardware.drives
+    if not drives:
+        raise ConfigError("--sweep drives needs a --drive to repeat")
+    return replace(request, hardware=replace(request.hardware, drives=(drives[0],) * count))
+
+
+def _with_memory(request: PlanRequest, nbytes: int) -> PlanRequest:
+    workload = replace(request.workload, host_budget_nbytes=None)
+    return PlanRequest(request.model, replace(request.hardware, host_memory_nbytes=nbytes), workload)
+
+
+def _with_gpus(request: PlanRequest, count: int) -> PlanRequest:
+    return replace(request, hardware=replace(request.hardware, gpus=count))
+
+
+def _with_nodes(request: PlanRequest, count: int) -> PlanRequest:
+    return replace(request, hardware=replace(request.hardware, nodes=count))
+
+
+_Knob = tuple[Callable[[str], int], Callable[[int], int], Callable[[PlanRequest, int], PlanRequest]]
+_KNOBS: dict[str, _Knob] = {
+    "host-memory": (parse_nbytes, lambda value: 2 * value, _with_memory),
+    "drives": (_whole, lambda value: value + 1, _with_drives),
+    "batch": (_whole, lambda value: 2 * value, lambda request, value: with_workload(request, batch=value)),
+    "accumulate": (_whole, lambda value: 2 * value, lambda request, value: with_workload(request, accumulate=value)),
+    "gpus": (_whole, lambda value: 2 * value, _with_gpus),
+    "nodes": (_whole, lambda value: 2 * value, _with_nodes),
+}
+
+
+def gains(base: StepPlan, changes: Sequence[Change]) -> list[tuple[Change, float | None]]:
+    """Each change with its tokens per second over those of `base`, largest first; what does not fit comes last."""
+    rated = [(c, c.plan.tokens_per_s / base.tokens_per_s if c.plan is not None else None) for c in changes]
+    return sorted(rated, key=lambda pair: -(pair[1] if pair[1] is not None else -1.0))

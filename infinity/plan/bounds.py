@@ -1,0 +1,78 @@
+"""Lower bounds: what every resource of one rank needs for a step if it never waits for another one.
+
+No schedule can be faster than the slowest resource. Formulas: PLANNING section 2.4.
+"""
+
+from __future__ import annotations
+
+from infinity.gradients import gradient_nbytes
+from infinity.order import Phase
+from infinity.plan.scenario import UPDATE_NBYTES, Scenario
+from infinity.plan.traffic import StepTraffic, expected_step_traffic
+
+
+def scenario_traffic(scenario: Scenario) -> StepTraffic:
+    """NVMe bytes of a step that is not the first, in closed form."""
+    return expected_step_traffic(
+        scenario.placement, scenario.groups, scenario.fields, is_first=False, micro_batches=scenario.micro_batches
+    )
+
+
+def moved_nbytes(traffic: StepTraffic) -> tuple[int, int]:
+    """Bytes that drives read and write, alignment padding included."""
+    kinds = (traffic.param, traffic.state, traffic.grad)
+    return (
+        sum(kind.read_nbytes + kind.read_padding_nbytes for kind in kinds),
+        sum(kind.write_nbytes + kind.write_padding_nbytes for kind in kinds),
+    )
+
+
+def lower_bounds(scenario: Scenario) -> dict[str, float]:
+    """Seconds by resource: what each of them is busy in one step. The largest is the bound of the step."""
+    speeds, m = scenario.speeds, scenario.micro_batches
+    resident = {g.index for unit in scenario.units if unit.resident for g in unit.groups}
+    streamed = [g for g in scenario.groups if g.index not in resident]
+    uses = scenario.placement.uses
+    passes = 2 * m  # forward and backward of every micro-batch
+    up = sum(g.shard_nbytes * passes * uses.get(g.index, 1) for g in streamed)
+    down = sum(gradient_nbytes(g) * m for g in scenario.groups if g.trainable)
+    compute_s = m * sum(t.of(Phase.FORWARD) + t.of(Phase.BACKWARD) for t in scenario.times.values())
+    h2d_s, d2h_s = up / speeds.h2d_bytes_per_s, down / speeds.d2h_bytes_per_s
+    bounds = {"compute": compute_s}
+    if speeds.is_async:
+        bounds |= {"host to device": h2d_s, "device to host": d2h_s}
+    else:  # the training thread copies by itself
+        bounds["compute"] += h2d_s + d2h_s + _dispatch_s(scenario, len(streamed), passes)
+    read, write = moved_nbytes(scenario_traffic(scenario))
+    bounds["nvme"] = nvme_s(scenario, read, write)
+    elements = sum(g.layout.payload_numel for g in scenario.groups if g.trainable)
+    bounds["optimizer"] = elements * speeds.kernel_s
+    if speeds.dram_bytes_per_s is not None:
+        moved = read + write + elements * UPDATE_NBYTES
+        if speeds.is_async:
+            moved += up + down
+        bounds["host memory"] = moved / speeds.dram_bytes_per_s
+    if speeds.gather_bytes_per_s is not None:
+        whole = sum(g.flat_nbytes * uses.get(g.index, 1) for g in streamed)
+        bounds["all-gather"] = passes * whole / speeds.gather_bytes_per_s
+    if speeds.reduce_bytes_per_s is not None:
+        reduced = sum(g.flat_nbytes for g in scenario.groups if g.trainable)
+        bounds["reduce-scatter"] = m * reduced / speeds.reduce_bytes_per_s
+    return bounds
+
+
+def nvme_s(scenario: Scenario, read_nbytes: int, write_nbytes: int) -> float:
+    """Least seconds in which the drives move so much, spread by their speeds as the store spreads it."""
+    if not scenario.drives:
+        return 0.0
+    speeds = [drive.read_bytes_per_s + drive.write_bytes_per_s for drive in scenario.drives]
+    total = sum(speeds)
+    return max(
+        drive.seconds(read_nbytes * speed / total, write_nbytes * speed / total)
+        for drive, speed in zip(scenario.drives, speeds, strict=True)
+    )
+
+
+def _dispatch_s(scenario: Scenario, n_streamed: int, passes: int) -> float:
+    trained = sum(group.trainable for group in scenario.groups)
+    return scenario.speeds.dispatch_s * (passes * n_streamed + scenario.micro_batches * trained)

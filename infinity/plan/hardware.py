@@ -1,0 +1,263 @@
+"""The hardware of a plan: what is known of common GPUs and drives, and how options name them.
+
+Every figure of the tables has its source beside it. What a real machine gives is better: `infinity bench tier` measures
+drives, links and the optimizer, and `Hardware.from_bench` takes its file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError
+from infinity.plan.drives import DriveModel
+from infinity.sizes import GIB, format_nbytes, parse_nbytes
+
+GB = 1e9
+TB = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        flops_per_s: peak of dense 16-bit products with fp32 accumulation.
+        link_bytes_per_s: raw rate of the host link, one direction.
+        peer_bytes_per_s: rate between GPUs of a node for one GPU, one direction; None: over the host link.
+    """
+
+    name: str
+    memory_nbytes: int
+    flops_per_s: float
+    link_bytes_per_s: float
+    peer_bytes_per_s: float | None
+    source: str
+
+
+_PCIE3, _PCIE4, _PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB  # x16, one direction, after 128b/130b (PCI-SIG)
+_LINK_EFFICIENCY = 0.8  # of the raw rate: packet headers and flow control, as large pinned copies reach it
+
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("rtx3090", 24 * GIB, 71e12, _PCIE4, None, "NVIDIA Ampere GA102 whitepaper, table 9"),
+        Gpu("rtx4090", 24 * GIB, 165.2e12, _PCIE4, None, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+        Gpu("rtx5090", 32 * GIB, 209.5e12, _PCIE5, None, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
+        Gpu("a6000", 48 * GIB, 154.8e12, _PCIE4, None, "NVIDIA RTX A6000 datasheet, half of the sparse figure"),
+        Gpu("l40s", 48 * GIB, 362e12, _PCIE4, None, "NVIDIA L40S datasheet, without sparsity"),
+        Gpu("a100-40g", 40 * GIB, 312e12, _PCIE4, 300 * GB, "NVIDIA A100 datasheet"),
+        Gpu("a100-80g", 80 * GIB, 312e12, _PCIE4, 300 * GB, "NVIDIA A100 datasheet"),
+        Gpu("h100", 80 * GIB, 989.4e12, _PCIE5, 450 * GB, "NVIDIA H100 SXM datasheet, without sparsity"),
+        Gpu("h200", 141 * 10**9, 989.4e12, _PCIE5, 450 * GB, "NVIDIA H200 SXM datasheet, without sparsity"),
+        Gpu("b200", 180 * 10**9, 2250e12, _PCIE5, 900 * GB, "NVIDIA DGX B200 datasheet, without sparsity"),
+    )
+}
+
+CPU = Gpu("cpu", 16 * GIB, 200e9, 20 * GB, None, "a few cores in fp32; --efficiency and --bench say better")
+"""Computing where the shards are: copies are made by the training thread itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drive:
+    """One drive of a plan. `endurance_nbytes` is what its maker rates it for (TBW); 0: not known."""
+
+    name: str
+    model: DriveModel
+    capacity_nbytes: int = 0
+    endurance_nbytes: int = 0
+    source: str = ""
+
+
+DRIVES: dict[str, Drive] = {
+    drive.name: drive
+    for drive in (
+        Drive(
+            "p5510",
+            DriveModel(6.5 * GB, 3.4 * GB),
+            int(3.84 * TB),
+            int(7000 * TB),
+            "Solidigm D7-P5510 3.84 TB product brief: sequential rates, 1 drive write a day for 5 years",
+        ),
+        Drive(
+            "990pro-4tb",
+            DriveModel(7.45 * GB, 6.9 * GB),
+            int(4 * TB),
+            int(2400 * TB),
+            "Samsung 990 PRO 4 TB datasheet: sequential rates (write: into its cache), 2400 TBW",
+        ),
+        Drive(
+            "mp700elite-2tb",
+            DriveModel(10.0 * GB, 1.4 * GB, slc_nbytes=407 * GB, slc_write_bytes_per_s=6.0 * GB),
+            int(2 * TB),
+            int(1200 * TB),
+            "Corsair MP700 ELITE 2 TB datasheet; 6 GB/s for 407 GB, then 1.4 as TechPowerUp measured",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One node, and how many there are. Rates in bytes/s.
+
+    Attributes:
+        gpu: what computes; `flops_per_s` times `efficiency` is what large products reach.
+        link_bytes_per_s: what a pinned copy reaches, one direction.
+        network_bytes_per_s: between nodes, for one node, one direction.
+        optimizer_s: seconds the optimizer of one rank needs for one parameter, host memory aside.
+        has_gpu: whether copies run beside the computation.
+    """
+
+    gpu: Gpu
+    drives: tuple[Drive, ...]
+    host_memory_nbytes: int
+    gpus: int = 1
+    nodes: int = 1
+    efficiency: float = 0.5
+    link_bytes_per_s: float = _PCIE4 * _LINK_EFFICIENCY
+    dram_bytes_per_s: float = 40 * GB
+    network_bytes_per_s: float = 25 * GB
+    optimizer_s: float = 1 / 2e9
+    has_gpu: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
+
+    @property
+    def flops_per_s(self) -> float:
+        """What one rank computes."""
+        return self.gpu.flops_per_s * self.efficiency
+
+    def describe(self) -> str:
+        """One line."""
+        counts: dict[str, int] = {}
+        for drive in self.drives:
+            counts[drive.name] = counts.get(drive.name, 0) + 1
+        drives = ", ".join(f"{count} x {name}" for name, count in counts.items()) or "no drive"
+        nodes = f"{self.nodes} nodes, each " if self.nodes > 1 else ""
+        memory = format_nbytes(self.host_memory_nbytes)
+        return f"{nodes}{self.gpus} x {self.gpu.name}, {memory} of host memory, {drives}"
+
+
+def gpu_named(name: str) -> Gpu:
+    """A GPU of the table.
+
+    Raises:
+        ConfigError: it has none of that name.
+    """
+    found = GPUS.get(name.lower())
+    if found is None:
+        near = get_close_matches(name.lower(), GPUS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"--gpu {name}: unknown; {hint}allowed: {', '.join(GPUS)}")
+    return found
+
+
+def effective_link(gpu: Gpu) -> float:
+    """Bytes/s of a large pinned copy between host and this GPU."""
+    return gpu.link_bytes_per_s * _LINK_EFFICIENCY
+
+
+_COUNT = re.compile(r"(?:(\d+)x)?(.+)")
+_DRIVE_HELP = (
+    'READ:WRITE[:CAPACITY[:ENDURANCE]] in GB/s, such as "7.0:3.4:4TB:2400TBW", or a name of the table; '
+    '"4x" before it means four of them'
+)
+
+
+def parse_drives(texts: Sequence[str]) -> tuple[Drive, ...]:
+    """Drives from the texts of options.
+
+    Raises:
+        ConfigError: a text is not understood.
+    """
+    drives: list[Drive] = []
+    for text in texts:
+        match = _COUNT.fullmatch(text.strip())
+        count = int(match.group(1) or 1) if match else 0
+        if match is None or count < 1:
+            raise ConfigError(f"--drive {text}: allowed: {_DRIVE_HELP}")
+        drives += [_one_drive(match.group(2), text)] * count
+    return tuple(drives)
+
+
+def _one_drive(text: str, whole: str) -> Drive:
+    if ":" not in text:
+        found = DRIVES.get(text.lower())
+        if found is None:
+            near = get_close_matches(text.lower(), DRIVES, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"--drive {whole}: {hint}allowed: {_DRIVE_HELP}; names: {', '.join(DRIVES)}")
+        return found
+    parts = text.split(":")
+    try:
+        read, write = (float(part) * GB for part in parts[:2])
+        capacity = parse_nbytes(parts[2]) if len(parts) > 2 else 0
+        endurance = parse_nbytes(parts[3].removesuffix("W").removesuffix("w")) if len(parts) > 3 else 0
+        model = DriveModel(read, write)
+    except ValueError as error:
+        raise ConfigError(f"--drive {whole}: {error}; allowed: {_DRIVE_HELP}") from None
+    if len(parts) > 4:
+        raise ConfigError(f"--drive {whole}: too many parts; allowed: {_DRIVE_HELP}")
+    return Drive(f"{parts[0]}:{parts[1]} GB/s", model, capacity, endurance, "as given")
+
+
+def from_bench(path: Path, base: Hardware) -> Hardware:
+    """`base` with what `infinity bench tier --json` measured: drives, optimizer and memory.
+
+    Raises:
+        ConfigError: the file cannot be read or is not such a report.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--bench {path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"--bench {path}: not valid JSON: {error}") from error
+    if not isinstance(report, Mapping) or "jobs" not in report:
+        raise ConfigError(f"--bench {path}: this is not what `infinity bench tier --json` writes")
+    changes: dict[str, Any] = {}
+    for rate in (report.get("memory") or {}).get("rates", []):
+        value = float((rate.get("beside_disk") or rate["alone"])["median"])
+        if rate["name"] == "AdamW bf16":  # the last one has all threads
+            changes["optimizer_s"] = 1.0 / value
+        elif rate["name"] == "host to device":
+            changes["link_bytes_per_s"] = value
+    if drives := _bench_drives(report["jobs"]):
+        changes["drives"] = drives
+    if "machine" in report:
+        changes["host_memory_nbytes"] = int(report["machine"]["memory_bytes"])
+    return replace(base, **changes)
+
+
+def _bench_drives(jobs: Sequence[Mapping[str, Any]]) -> tuple[Drive, ...]:
+    """One drive per directory that was measured alone: its fastest plain reads, plain writes, and both together."""
+    by_directory: dict[str, list[tuple[float, float]]] = {}
+    for job in jobs:
+        directory = str(job["job options"]["filename"])
+        if ":" not in directory:
+            pair = (float(job["read"]["bw_bytes"]), float(job["write"]["bw_bytes"]))
+            by_directory.setdefault(directory, []).append(pair)
+    drives = []
+    for directory, pairs in by_directory.items():
+        read = max((r for r, w in pairs if not w), default=0.0)
+        write = max((w for r, w in pairs if not r), default=0.0)
+        if read and write:
+            duplex = _duplex(read, write, max((pair for pair in pairs if all(pair)), key=sum, default=None))
+            drives.append(Drive(directory, DriveModel(read, write, duplex=duplex), source="measured"))
+    return tuple(drives)
+
+
+def _duplex(read: float, write: float, mixed: tuple[float, float] | None) -> float:
+    """How far both directions go at the same time, from their rates alone and together."""
+    if mixed is None:
+        return 0.5
+    shares = sorted((mixed[0] / read, mixed[1] / write))
+    return min(max(1 - (1 - shares[1]) / shares[0], 0.0), 1.0)

@@ -1,0 +1,223 @@
+"""The parts of a simulated rank: the engine's policies over virtual memory, drives, links and threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from infinity.config import Schedule
+from infinity.errors import InfinityError
+from infinity.gradients import GRAD_DTYPE
+from infinity.groups import FlatGroup
+from infinity.optim.hyper import Piece, StateField
+from infinity.optim.pipeline import UpdatePipeline
+from infinity.optim.records import GroupState
+from infinity.order import AccessOrder
+from infinity.placement import Placement
+from infinity.plan.drives import SimulatedDrives
+from infinity.plan.scenario import UPDATE_NBYTES, Scenario
+from infinity.plan.timeline import Span
+from infinity.plan.virtual import Link, PlanLoop, SparseMemory, VirtualFence, VirtualWorker
+from infinity.readahead import ReadAhead
+from infinity.residency import HostCopy
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.types import Op, Ticket
+
+_UNLIMITED_NBYTES = 1 << 62
+_LEAST_DRAM_SHARE = 0.2  # what the optimizer gets beside drives and links at the very least
+
+
+class _Kernel:
+    """Implements `infinity.optim.hyper.Kernel`: takes its time and touches nothing."""
+
+    def __init__(self, parts: Machinery, scenario: Scenario) -> None:
+        self.param_dtype = next((g.shard_dtype for g in scenario.groups if g.trainable), torch.float32)
+        self.fields = scenario.fields
+        self._parts = parts
+        self._speeds = scenario.speeds
+
+    def warm_up(self) -> None:
+        """Nothing to compile."""
+
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        grad_scale: torch.Tensor | None,
+    ) -> None:
+        numel = sum(piece.stop - piece.start for piece in pieces)
+        each_s = self._speeds.kernel_s
+        if self._speeds.dram_bytes_per_s is not None:
+            dram = self._speeds.dram_bytes_per_s
+            left = max(dram - self._parts.moving_bytes_per_s, _LEAST_DRAM_SHARE * dram)
+            each_s = max(each_s, UPDATE_NBYTES / left)
+        self._parts.loop.charge(self._speeds.chunk_s + numel * each_s)
+
+
+class Machinery:
+    """Made on the loop of its simulation; `close()` gives everything back."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, PlanLoop):
+            raise InfinityError("a simulation runs on a PlanLoop")
+        self.loop = loop
+        self._scenario = scenario = scenario.coarse()
+        placement, speeds = scenario.placement, scenario.speeds
+        self.store = SimulatedDrives(scenario.drives, keep_log=True)
+        self.pool = HostPool(_UNLIMITED_NBYTES, map_memory=SparseMemory().map)
+        self.window = TierBudget("window", placement.window_nbytes)
+        self.gradients = TierBudget("gradients", placement.gradients_nbytes)
+        self.transit = TierBudget("transit", placement.transit_nbytes)
+        self._pipeline_budget = TierBudget("pipeline", placement.pipeline_nbytes)
+        self.device = TierBudget("device", placement.device_budget_nbytes)
+        self.h2d = Link(loop, speeds.h2d_bytes_per_s)
+        self.d2h = Link(loop, speeds.d2h_bytes_per_s)
+        self._gathers = _link(loop, speeds.gather_bytes_per_s, speeds.collective_s)
+        self._reductions = _link(loop, speeds.reduce_bytes_per_s, speeds.collective_s)
+        self.completed = VirtualFence(loop, 0.0)
+        self.resident = {g.index for unit in scenario.units if unit.resident for g in unit.groups}
+        self._hold_resident()
+        self.copies = [self._copy(group, placement) for group in scenario.groups]
+        self.states = {g.index: self._state(g, placement, scenario.fields) for g in scenario.groups if g.trainable}
+        self.worker = VirtualWorker()
+        self.order = AccessOrder([unit.index for unit in scenario.streamed])
+        self._failures: list[BaseException] = []
+        self._connect(placement)
+
+    def _connect(self, placement: Placement) -> None:
+        scenario = self._scenario
+        self.read_ahead = ReadAhead(
+            store=self.store,
+            pool=self.pool,
+            window=self.window,
+            copies=self.copies,
+            groups_of_unit=[[group.index for group in unit.groups] for unit in scenario.units],
+            uses=placement.uses,
+            keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
+        )
+        self.pipeline = UpdatePipeline(
+            store=self.store,
+            pool=self.pool,
+            budget=self._pipeline_budget,
+            kernel=_Kernel(self, scenario),
+            worker=self.worker,
+            read_ahead=self.read_ahead,
+            on_failure=self._failures.append,
+        )
+
+    def _hold_resident(self) -> None:
+        for group in (self._scenario.groups[index] for index in sorted(self.resident)):
+            if self.device.try_reserve(group.flat_nbytes, group.key) is None:
+                raise InfinityError(f"the device cannot hold {group.key}: {self.device.holders()}")
+
+    def _copy(self, group: FlatGroup, placement: Placement) -> HostCopy:
+        copy = HostCopy(group, pinned=group.index in placement.pinned_params)
+        copy.keep_at_turn = group.index in placement.keep_at_turn
+        copy.keep_at_boundary = group.index in placement.keep_at_boundary
+        if copy.pinned:
+            copy.begin_read(self.pool.lease(group.shard_nbytes, group.key), None, Ticket.completed())
+            copy.landed()
+        return copy
+
+    def _state(self, group: FlatGroup, placement: Placement, fields: tuple[StateField, ...]) -> GroupState:
+        state = GroupState.build(group, placement.chunk_numel, fields)
+        for record in state.records:
+            record.is_initialised = True  # the step that is asked about is not the first
+            if group.index in placement.pinned_states:
+                record.lease = self.pool.lease(record.nbytes, record.key)
+        return state
+
+    # Copies ----------------------------------------------------------------------------------------------------
+
+    def upload(self, group: FlatGroup) -> VirtualFence:
+        """Start the upload of a shard and, with several ranks, its gathering."""
+        fence = self.h2d.copy(group.key, group.shard_nbytes)
+        if self._gathers is not None:
+            fence = self._gathers.copy(group.key, group.flat_nbytes, not_before_s=fence.ready_s)
+        return fence
+
+    def download(self, group: FlatGroup) -> VirtualFence:
+        """Start the reduction of a gradient between ranks, and its way to the host."""
+        before_s = 0.0
+        if self._reductions is not None:
+            before_s = self._reductions.copy(group.key, group.flat_nbytes).ready_s
+        nbytes = group.layout.numel * GRAD_DTYPE.itemsize
+        return self.d2h.copy(group.key, nbytes, not_before_s=before_s)
+
+    def copy_s(self, group: FlatGroup) -> float:
+        """Seconds of an upload that the training thread makes itself."""
+        return group.shard_nbytes / self._scenario.speeds.h2d_bytes_per_s
+
+    def gradient_copy_s(self, group: FlatGroup) -> float:
+        return group.layout.numel * GRAD_DTYPE.itemsize / self._scenario.speeds.d2h_bytes_per_s
+
+    @property
+    def moving_bytes_per_s(self) -> float:
+        """What drives and links take of the host memory's bandwidth now."""
+        return self.store.bytes_per_s + self.h2d.rate + self.d2h.rate
+
+    # Looking ---------------------------------------------------------------------------------------------------
+
+    @property
+    def budgets(self) -> list[TierBudget]:
+        return [self.window, self.gradients, self.transit, self._pipeline_budget, self.device]
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds every resource has worked so far."""
+        busy = {f"drive {op.value}": max((s.busy_s[op] for s in self.store.servers), default=0.0) for op in Op}
+        busy["optimizer"] = sum(end - start for start, end in self.worker.spans)
+        for name, link in self._links():
+            busy[name] = sum(end - start for _, start, end in link.spans)
+        return busy
+
+    def _links(self) -> Iterator[tuple[str, Link]]:
+        named = (("h2d", self.h2d), ("d2h", self.d2h), ("all-gather", self._gathers), ("reduce", self._reductions))
+        return ((name, link) for name, link in named if link is not None)
+
+    def spans(self) -> Iterator[Span]:
+        """What drives, links and the optimizer did."""
+        for transfer in self.store.log:
+            lane = f"nvme {transfer.op.value}"
+            yield Span(lane, f"{transfer.tag.kind} {transfer.key}", transfer.submitted_s, transfer.end_s)
+        for name, link in self._links():
+            for label, start_s, end_s in link.spans:
+                yield Span(name, label, start_s, end_s)
+        for start_s, end_s in self.worker.spans:
+            yield Span("optimizer", "update", start_s, end_s)
+
+    # End -------------------------------------------------------------------------------------------------------
+
+    async def settle(self) -> None:
+        """Wait until nothing is in flight any more.
+
+        Raises:
+            InfinityError: an update failed.
+        """
+        self.read_ahead.stop()
+        await asyncio.sleep(0)
+        await self.pipeline.drain()
+        for copy in self.copies:
+            await copy.ticket
+        await asyncio.sleep(0)
+        if self._failures:
+            raise InfinityError("a simulated update failed") from self._failures[0]
+
+    def close(self) -> None:
+        """Give the virtual memory back."""
+        for copy in self.copies:
+            copy.discard()
+        for state in self.states.values():
+            for record in state.records:
+                if record.lease is not None:
+                    record.lease.release()
+        self.pool.close()
+
+
+def _link(loop: PlanLoop, bytes_per_s: float | None, latency_s: float) -> Link | None:
+    return Link(loop, bytes_per_s, latency_s) if bytes_per_s is not None else None

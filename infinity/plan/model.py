@@ -1,0 +1,272 @@
+"""The model of a plan: its units with their parameters, floating-point operations and activations, from a forward on
+the meta device, where nothing is computed and no memory is taken.
+
+Operations are counted by torch's own formulas (`torch.utils.flop_counter`), a multiply-add as two; a backward is twice
+its forward, and a recomputed forward once more. Activations are the tensors that autograd saves, parameters aside. The
+meta device has no fused attention; the matrices of [sequence, sequence] that it saves instead are left out, because the
+fused kernels of CPUs and GPUs never store them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.init import empty_init
+from infinity.models.gpt import Gpt, GptShape
+from infinity.units import RESIDENT_NAME, UnitSpec, partition
+
+BACKWARD_FLOPS = 2.0  # of a forward
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWork:
+    """What one micro-batch computes in a unit.
+
+    Attributes:
+        forward_flops: floating-point operations of one forward.
+        saved_nbytes: activations that are kept until the backward, when nothing is recomputed.
+        boundary_nbytes: what the unit returns, which is kept in any case.
+    """
+
+    forward_flops: float
+    saved_nbytes: int
+    boundary_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model as the planner sees it.
+
+    Attributes:
+        specs: its units, as the engine would cut it.
+        work: by unit name, the resident unit and what lies outside of all units under `RESIDENT_NAME`.
+        order: unit names in the order of their forwards, when it was seen.
+        is_traced: whether a forward ran; else operations are 2 per parameter and token and activations are not known.
+    """
+
+    name: str
+    module: nn.Module
+    specs: Sequence[UnitSpec]
+    work: Mapping[str, UnitWork]
+    order: tuple[str, ...]
+    seq: int
+    batch: int
+    is_traced: bool
+
+    @property
+    def parameters(self) -> int:
+        return sum(entry.parameter.numel() for spec in self.specs for entry in spec.own)
+
+    @property
+    def trainable_parameters(self) -> int:
+        owned = (entry for spec in self.specs for entry in spec.own)
+        return sum(entry.parameter.numel() for entry in owned if entry.parameter.requires_grad)
+
+    @property
+    def forward_flops(self) -> float:
+        return sum(work.forward_flops for work in self.work.values())
+
+    def step_flops(self, *, recompute: bool) -> float:
+        """Operations of one micro-batch, forward and backward."""
+        return self.forward_flops * (1 + BACKWARD_FLOPS + recompute)
+
+    def activation_nbytes(self, *, recompute: bool) -> int:
+        """Most bytes of activations alive at once in one micro-batch."""
+        outside = self.work[RESIDENT_NAME].saved_nbytes if RESIDENT_NAME in self.work else 0
+        units = [work for name, work in self.work.items() if name != RESIDENT_NAME]
+        if not recompute:
+            return outside + sum(work.saved_nbytes for work in units)
+        largest = max((work.saved_nbytes for work in units), default=0)
+        return outside + largest + sum(work.boundary_nbytes for work in units)
+
+
+def model_plan(
+    source: str | GptShape,
+    *,
+    seq: int,
+    batch: int,
+    activation_itemsize: int,
+    resident_threshold_nbytes: int,
+    unit_classes: Sequence[str | type[nn.Module]] = (),
+) -> ModelPlan:
+    """The model of a plan.
+
+    Args:
+        source: the shape of a GPT, a Hugging Face `config.json` (or the folder it lies in), or `module:factory`.
+        seq, batch: of one micro-batch.
+        activation_itemsize: bytes of one number in an activation.
+
+    Raises:
+        ConfigError: the source is not there or does not give a model.
+    """
+    with empty_init():
+        name, module = _build(source)
+    specs = partition(module, resident_threshold_nbytes=resident_threshold_nbytes, unit_classes=unit_classes)
+    if not specs:
+        raise UnsupportedModelError(f"{name} has no parameters; there is nothing to plan")
+    try:
+        work, order = _trace(module, specs, seq, batch, activation_itemsize)
+        is_traced = True
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError):
+        work, order = _estimate(specs, seq * batch), ()
+        is_traced = False
+    return ModelPlan(name, module, specs, work, order, seq, batch, is_traced)
+
+
+def _build(source: str | GptShape) -> tuple[str, nn.Module]:
+    if isinstance(source, GptShape):
+        return f"{source.layers} x {source.hidden} GPT", Gpt(source)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or path.exists():
+        return _from_hugging_face(path)
+    if ":" in source:
+        return source, _from_factory(source)
+    raise ConfigError(f"--model {source}: allowed: a config.json, the folder of one, or MODULE:FACTORY")
+
+
+def _from_hugging_face(path: Path) -> tuple[str, nn.Module]:
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--model {path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"--model {path}: not valid JSON: {error}") from error
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError("--model config.json needs transformers: pip install 'infinity-offload[hf]'") from error
+    kind = settings.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(f"--model {path}: model_type {kind!r} is unknown to transformers {transformers.__version__}")
+    config = transformers.AutoConfig.for_model(**settings)
+    named = [getattr(transformers, name, None) for name in settings.get("architectures") or ()]
+    made = next((each(config) for each in named if each is not None), None)
+    if made is None:
+        made = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return f"{kind} of {path}", made
+
+
+def _from_factory(source: str) -> nn.Module:
+    module_name, _, attribute = source.partition(":")
+    try:
+        factory: Callable[[], object] = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--model {source}: cannot be imported: {error}") from error
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {source}: returned a {type(model).__name__}; it must return a torch.nn.Module")
+    return model
+
+
+# Tracing ------------------------------------------------------------------------------------------------------------
+
+
+class _Meter:
+    """Charges operations and saved tensors to the unit that runs."""
+
+    def __init__(self, specs: Sequence[UnitSpec], seq: int, itemsize: int) -> None:
+        self._seq = seq
+        self._itemsize = itemsize
+        self._running = [RESIDENT_NAME]
+        self._seen: set[int] = set()
+        self._kept: list[torch.Tensor] = []  # ids of storages stay unique while these live
+        self._parameters = {id(entry.parameter) for spec in specs for entry in spec.own}
+        self.flops: dict[str, float] = {RESIDENT_NAME: 0.0}
+        self.saved: dict[str, int] = {RESIDENT_NAME: 0}
+        self.boundary: dict[str, int] = {}
+        self.order: list[str] = []
+        self.counter = FlopCounterMode(display=False)
+        self._counted = 0.0
+
+    def _charge(self) -> None:
+        total = float(self.counter.get_total_flops())
+        name = self._running[-1]
+        self.flops[name] = self.flops.get(name, 0.0) + total - self._counted
+        self._counted = total
+
+    def enter(self, name: str) -> None:
+        self._charge()
+        self._running.append(name)
+        self.order.append(name)
+
+    def leave(self, output: Any) -> None:
+        self._charge()
+        name = self._running.pop()
+        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self.boundary[name] = self.boundary.get(name, 0) + sum(map(self._nbytes, tensors))
+
+    def finish(self) -> None:
+        self._charge()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()._cdata
+        base = tensor._base if tensor._base is not None else tensor
+        if tuple(tensor.shape[-2:]) == (self._seq, self._seq):
+            return tensor
+        if storage not in self._seen and id(tensor) not in self._parameters and id(base) not in self._parameters:
+            self._seen.add(storage)
+            self._kept.append(tensor)
+            name = self._running[-1]
+            self.saved[name] = self.saved.get(name, 0) + self._nbytes(base)
+        return tensor
+
+    def _nbytes(self, tensor: torch.Tensor) -> int:
+        """On the meta device everything computes in fp32; what a run computes in is known to the planner."""
+        return tensor.numel() * (self._itemsize if tensor.dtype.is_floating_point else tensor.itemsize)
+
+
+def _trace(
+    module: nn.Module, specs: Sequence[UnitSpec], seq: int, batch: int, itemsize: int
+) -> tuple[dict[str, UnitWork], tuple[str, ...]]:
+    meter = _Meter(specs, seq, itemsize)
+    handles = []
+    for spec in specs:
+        if not spec.resident:
+            handles += [
+                spec.module.register_forward_pre_hook(lambda _, __, name=spec.name: meter.enter(name)),
+                spec.module.register_forward_hook(lambda _, __, output: meter.leave(output)),
+            ]
+    inputs = torch.zeros(batch, seq, dtype=torch.long, device="meta")
+    try:
+        with meter.counter, torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
+            _forward(module, inputs)
+        meter.finish()
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = dict.fromkeys((*(spec.name for spec in specs), RESIDENT_NAME))
+    work = {
+        name: UnitWork(meter.flops.get(name, 0.0), meter.saved.get(name, 0), meter.boundary.get(name, 0))
+        for name in names
+    }
+    return work, tuple(dict.fromkeys(meter.order))
+
+
+def _forward(module: nn.Module, inputs: torch.Tensor) -> None:
+    """One forward with a loss. Models of Hugging Face take labels by name, those of this package by place."""
+    if hasattr(module, "config") and hasattr(module, "main_input_name"):
+        batch, seq = inputs.shape
+        # A mask of four dimensions is taken as it is; making one looks at values, of which there are none here.
+        mask = torch.ones(batch, 1, seq, seq, dtype=torch.bool, device="meta")
+        module(input_ids=inputs, labels=inputs, attention_mask=mask, use_cache=False)
+    elif isinstance(module, Gpt):
+        module(inputs, inputs)
+    else:
+        module(inputs)
+
+
+def _estimate(specs: Sequence[UnitSpec], tokens: int) -> dict[str, UnitWork]:
+    """Two operations per parameter and token: right for models of matrices, without attention."""
+    return {spec.name: UnitWork(2.0 * tokens * sum(e.parameter.numel() for e in spec.own), 0, 0) for spec in specs}

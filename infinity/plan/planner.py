@@ -1,0 +1,313 @@
+"""From a model, hardware and a workload to a plan: does it fit, where everything lies, and how long a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from infinity.config import Precision, Schedule
+from infinity.errors import PlacementError
+from infinity.groups import FlatGroup, Unit
+from infinity.optim.hyper import StateField
+from infinity.optim.kernels import kernel_for
+from infinity.placement import Placement, Request, make_placement
+from infinity.plan.bounds import lower_bounds, moved_nbytes, scenario_traffic
+from infinity.plan.drives import DriveModel
+from infinity.plan.hardware import Hardware
+from infinity.plan.model import BACKWARD_FLOPS, ModelPlan
+from infinity.plan.ranks import rank_groups
+from infinity.plan.scenario import Scenario, Speeds, UnitTime
+from infinity.plan.simulate import Simulated, simulate
+from infinity.plan.traffic import StepTraffic
+from infinity.plan.wear import DriveWear, predict_wear
+from infinity.sizes import GIB, format_nbytes
+from infinity.units import RESIDENT_NAME
+
+_RESERVED_DEVICE_NBYTES = GIB  # context, libraries and their workspaces
+_RESERVED_HOST_NBYTES = 4 * GIB  # system, interpreter and libraries, at least
+_RESERVED_HOST_SHARE = 0.1
+_COLLECTIVE_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained. `batch` is a micro-batch of one rank, of which a step has `accumulate`."""
+
+    batch: int
+    accumulate: int = 1
+    precision: Precision = Precision.BF16
+    schedule: Schedule = Schedule.AUTO
+    recompute: bool = True
+    device_budget_nbytes: int | None = None
+    host_budget_nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Everything a plan is made from; the same request always gives the same plan."""
+
+    model: ModelPlan
+    hardware: Hardware
+    workload: Workload
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks."""
+        return self.workload.batch * self.workload.accumulate * self.model.seq * self.hardware.ranks
+
+    @property
+    def activation_nbytes(self) -> int:
+        """Of one rank, at the turn from forward to backward."""
+        return self.workload.batch * self.model.activation_nbytes(recompute=self.workload.recompute)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank holds. `notes` tell what was decided and assumed, in words."""
+
+    units: Sequence[Unit]
+    groups: Sequence[FlatGroup]
+    fields: tuple[StateField, ...]
+    placement: Placement
+    notes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A finished plan.
+
+    Attributes:
+        step_s: predicted seconds of a step, never below `bound_s`.
+        bounds_s: what each resource needs for a step by itself, largest first.
+        traffic: NVMe bytes of one rank in closed form; the simulation moves the same.
+        flops_utilisation: of the GPUs' peak, counting what the model needs (no recomputation).
+        balanced_tokens: tokens of a step from which on computing takes longer than everything else, when the batch
+            grows; None where nothing computes.
+        wear: of the drives of one node.
+    """
+
+    request: PlanRequest
+    rank: RankPlan
+    scenario: Scenario
+    simulated: Simulated
+    step_s: float
+    bounds_s: dict[str, float]
+    traffic: StepTraffic
+    tokens_per_s: float
+    flops_utilisation: float
+    balanced_tokens: float | None
+    wear: list[DriveWear]
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.bounds_s.values())
+
+
+def make_plan(request: PlanRequest, *, keep_spans: bool = False) -> StepPlan:
+    """Plan one step.
+
+    Raises:
+        PlacementError: it does not fit; the arithmetic and the smallest memory that works.
+    """
+    rank = plan_rank(request)
+    scenario = make_scenario(request, rank)
+    bounds = dict(sorted(lower_bounds(scenario).items(), key=lambda item: -item[1]))
+    simulated = simulate(scenario, keep_spans=keep_spans)
+    step_s = max(simulated.step_s, *bounds.values())
+    tokens = request.tokens_per_step
+    hardware, model = request.hardware, request.model
+    useful = model.step_flops(recompute=False) * request.workload.batch * request.workload.accumulate
+    others = max((s for name, s in bounds.items() if name != "compute"), default=0.0)
+    compute_s = bounds["compute"]
+    traffic = scenario_traffic(scenario)
+    _, written_nbytes = moved_nbytes(traffic)
+    return StepPlan(
+        request=request,
+        rank=rank,
+        scenario=scenario,
+        simulated=simulated,
+        step_s=step_s,
+        bounds_s=bounds,
+        traffic=traffic,
+        tokens_per_s=tokens / step_s,
+        flops_utilisation=useful / (step_s * hardware.gpu.flops_per_s),
+        balanced_tokens=tokens * others / compute_s if compute_s else None,
+        wear=predict_wear(hardware.drives, written_nbytes * hardware.gpus, step_s) if hardware.drives else [],
+    )
+
+
+def plan_rank(request: PlanRequest) -> RankPlan:
+    """Where everything of one rank lies.
+
+    Raises:
+        PlacementError: it does not fit.
+    """
+    model, hardware, workload = request.model, request.hardware, request.workload
+    kernel = kernel_for(workload.precision)
+    groups, units = rank_groups(
+        model.specs, workload.precision, kernel, has_fast_bf16=hardware.has_gpu, ranks=hardware.ranks
+    )
+    schedule, reason = chosen_schedule(workload)
+    placement = make_placement(
+        Request(
+            units=units,
+            groups=groups,
+            fields=kernel.fields,
+            schedule=schedule,
+            schedule_reason=reason,
+            host_budget_nbytes=host_budget_nbytes(request),
+            device_budget_nbytes=device_budget_nbytes(request),
+            nvme_budget_nbytes=_drive_space(hardware),
+            chunk_nbytes=None,
+            staging_nbytes=0,
+        )
+    )
+    _refuse_without_drives(placement, hardware)
+    return RankPlan(units, groups, kernel.fields, placement, _notes(request))
+
+
+def device_budget_nbytes(request: PlanRequest) -> int:
+    """What is left on the device for parameters and gradients.
+
+    Raises:
+        PlacementError: the activations alone do not fit.
+    """
+    if request.workload.device_budget_nbytes is not None:
+        return request.workload.device_budget_nbytes
+    memory, activations = request.hardware.gpu.memory_nbytes, request.activation_nbytes
+    left = memory - _RESERVED_DEVICE_NBYTES - activations
+    if left <= 0:
+        hint = "" if request.workload.recompute else ", recompute activations"
+        fitting = request.workload.batch * (memory - _RESERVED_DEVICE_NBYTES) // max(activations, 1)
+        raise PlacementError(
+            f"the activations of a micro-batch of {request.workload.batch} x {request.model.seq} tokens take "
+            f"{format_nbytes(activations)}, and {format_nbytes(_RESERVED_DEVICE_NBYTES)} are for libraries, but the "
+            f"device has {format_nbytes(memory)}. Use a smaller batch ({fitting} at most) or a shorter sequence{hint}"
+        )
+    return left
+
+
+def host_budget_nbytes(request: PlanRequest) -> int:
+    """What one rank may use of the host memory of its node."""
+    if request.workload.host_budget_nbytes is not None:
+        return request.workload.host_budget_nbytes
+    memory = request.hardware.host_memory_nbytes
+    reserved = max(_RESERVED_HOST_NBYTES, int(memory * _RESERVED_HOST_SHARE))
+    return max(memory - reserved, 0) // request.hardware.gpus
+
+
+def chosen_schedule(workload: Workload) -> tuple[Schedule, str]:
+    """The schedule of a workload, and why."""
+    if workload.schedule is not Schedule.AUTO:
+        return workload.schedule, "asked for"
+    if workload.accumulate > 1:
+        return Schedule.SYNCHRONOUS, "auto: accumulation needs all gradients before the first update"
+    return Schedule.OVERLAPPED, "auto: no accumulation, so units are updated during backward"
+
+
+def _drive_space(hardware: Hardware) -> int | None:
+    """What one rank may put on the drives of its node; None where a capacity is not known."""
+    capacities = [drive.capacity_nbytes for drive in hardware.drives]
+    return sum(capacities) // hardware.gpus if capacities and all(capacities) else None
+
+
+def _refuse_without_drives(placement: Placement, hardware: Hardware) -> None:
+    if placement.nvme_nbytes and not hardware.drives:
+        need = (placement.host_budget_nbytes + placement.nvme_nbytes) * hardware.gpus / (1 - _RESERVED_HOST_SHARE)
+        raise PlacementError(
+            f"{format_nbytes(placement.nvme_nbytes * hardware.gpus)} do not fit in host memory and there is no drive. "
+            f"Add --drive, or host memory: about {format_nbytes(int(need))} hold everything"
+        )
+
+
+def _notes(request: PlanRequest) -> tuple[str, ...]:
+    hardware, model = request.hardware, request.model
+    notes = [
+        f"compute: {hardware.efficiency:.0%} of the peak of {hardware.gpu.flops_per_s / 1e12:.1f} TFLOPS "
+        f"({hardware.gpu.source}) in large products",
+        f"host memory: {hardware.dram_bytes_per_s / 1e9:.0f} GB/s; link: {hardware.link_bytes_per_s / 1e9:.1f} GB/s "
+        "each way",
+    ]
+    notes += [f"drive {drive.name}: {drive.source}" for drive in dict.fromkeys(hardware.drives) if drive.source]
+    if not model.is_traced:
+        notes.append(
+            "the forward of this model could not be followed: 2 operations per parameter and token are assumed, and "
+            "activations are not counted"
+        )
+    return tuple(notes)
+
+
+# Scenario -----------------------------------------------------------------------------------------------------------
+
+
+def make_scenario(request: PlanRequest, rank: RankPlan) -> Scenario:
+    """What the simulator is told about one rank."""
+    hardware = request.hardware
+    by_name = {unit.name: unit.index for unit in rank.units}
+    order = [by_name[name] for name in request.model.order if name in by_name]
+    streamed = {unit.index for unit in rank.units if not unit.resident}
+    return Scenario(
+        units=rank.units,
+        groups=rank.groups,
+        fields=rank.fields,
+        placement=rank.placement,
+        times=_times(request, rank.units),
+        speeds=_speeds(hardware),
+        drives=[_share(drive.model, hardware.gpus) for drive in hardware.drives],
+        micro_batches=request.workload.accumulate,
+        order=order if set(order) == streamed else (),
+    )
+
+
+def _times(request: PlanRequest, units: Sequence[Unit]) -> dict[int, UnitTime]:
+    model, workload, flops_per_s = request.model, request.workload, request.hardware.flops_per_s
+    backward = BACKWARD_FLOPS + workload.recompute
+    seconds = {unit.index: 0.0 for unit in units}
+    last = units[-1].index
+    for name, work in model.work.items():
+        index = next((unit.index for unit in units if unit.name == name), last)
+        if name == RESIDENT_NAME:
+            index = next((unit.index for unit in units if unit.resident), last)
+        seconds[index] += work.forward_flops * workload.batch / flops_per_s
+    return {index: UnitTime(each, each * backward) for index, each in seconds.items()}
+
+
+def _speeds(hardware: Hardware) -> Speeds:
+    gather = _collective_bytes_per_s(hardware)
+    return Speeds(
+        h2d_bytes_per_s=hardware.link_bytes_per_s,
+        d2h_bytes_per_s=hardware.link_bytes_per_s,
+        kernel_s=hardware.optimizer_s,
+        is_async=hardware.has_gpu,
+        gather_bytes_per_s=gather,
+        reduce_bytes_per_s=gather,
+        collective_s=_COLLECTIVE_S if hardware.ranks > 1 else 0.0,
+        dram_bytes_per_s=hardware.dram_bytes_per_s / hardware.gpus,
+    )
+
+
+def _collective_bytes_per_s(hardware: Hardware) -> float | None:
+    """Rate of an all-gather or reduce-scatter of a whole unit: the slower of the way inside and between nodes.
+
+    In a ring each rank takes in (N - 1) / N of the whole; between nodes each node takes in its part once.
+    """
+    ranks, nodes = hardware.ranks, hardware.nodes
+    if ranks == 1:
+        return None
+    peer = hardware.gpu.peer_bytes_per_s or hardware.link_bytes_per_s
+    inside_s = (ranks - 1) / ranks / peer if hardware.gpus > 1 else 0.0
+    between_s = (nodes - 1) / nodes / hardware.network_bytes_per_s
+    return 1.0 / max(inside_s, between_s)
+
+
+def _share(model: DriveModel, gpus: int) -> DriveModel:
+    """What each of several ranks that behave alike gets of a drive."""
+    if gpus == 1:
+        return model
+    return replace(
+        model,
+        read_bytes_per_s=model.read_bytes_per_s / gpus,
+        write_bytes_per_s=model.write_bytes_per_s / gpus,
+        slc_nbytes=model.slc_nbytes / gpus,
+        slc_write_bytes_per_s=model.slc_write_bytes_per_s / gpus,
+    )

@@ -1,0 +1,111 @@
+"""What a simulation is told: a placement, how long every unit computes, and how fast everything around it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from infinity.config import Schedule
+from infinity.groups import FlatGroup, Unit
+from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.optim.hyper import StateField
+from infinity.order import Phase
+from infinity.placement import Placement
+from infinity.plan.drives import DriveModel
+from storage.align import align_up
+
+UPDATE_NBYTES = 28  # of host memory for one element: gradient, master, two moments read; all but the gradient written
+
+_MOST_CHUNKS = 600  # of a whole step; more would only cost time
+_LEAST_CHUNKS = 4  # of a group that has as many: reads, kernels and writes of one group still overlap
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """Seconds that one micro-batch computes in a unit; recomputation counts as backward."""
+
+    forward_s: float
+    backward_s: float
+
+    def of(self, phase: Phase) -> float:
+        return self.forward_s if phase is Phase.FORWARD else self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """How fast things around the device are, for one rank. Rates in bytes/s.
+
+    Attributes:
+        is_async: copies run beside the computation (a GPU); else the training thread makes them itself.
+        h2d_bytes_per_s, d2h_bytes_per_s: link of the device.
+        gather_bytes_per_s, reduce_bytes_per_s: of a whole unit between ranks; None on one rank.
+        collective_s: latency of one collective.
+        kernel_s: seconds the optimizer needs for one element.
+        dram_bytes_per_s: host memory, shared by drives, links and the optimizer; None: no limit.
+        dispatch_s: overhead of the engine each time a group is gathered, and each time a gradient is taken.
+        chunk_s: overhead of the engine for each optimizer chunk.
+    """
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    kernel_s: float
+    is_async: bool = True
+    gather_bytes_per_s: float | None = None
+    reduce_bytes_per_s: float | None = None
+    collective_s: float = 0.0
+    dram_bytes_per_s: float | None = None
+    dispatch_s: float = 0.0
+    chunk_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything one simulated rank needs.
+
+    Attributes:
+        units, groups: sized for this rank; `group.flat_nbytes` is what is gathered on the device.
+        times: by unit index; units that are not there take no time (the resident one may have time of its own).
+        order: unit indices in the order of the forward.
+        dram_nbytes_per_element: bytes of host memory that the kernel moves for one element.
+    """
+
+    units: Sequence[Unit]
+    groups: Sequence[FlatGroup]
+    fields: tuple[StateField, ...]
+    placement: Placement
+    times: Mapping[int, UnitTime]
+    speeds: Speeds
+    drives: Sequence[DriveModel]
+    micro_batches: int = 1
+    order: Sequence[int] = field(default=())
+
+    @property
+    def is_overlapped(self) -> bool:
+        return self.placement.schedule is Schedule.OVERLAPPED
+
+    @property
+    def streamed(self) -> list[Unit]:
+        """Units that are gathered and released, in the order of the forward."""
+        streamed = [unit for unit in self.units if not unit.resident]
+        if not self.order:
+            return streamed
+        by_index = {unit.index: unit for unit in streamed}
+        return [by_index[index] for index in self.order]
+
+    def coarse(self) -> Scenario:
+        """The same with larger optimizer chunks where there would be very many.
+
+        The pipeline keeps its depth; what changes is how finely reading, computing and writing interlock.
+        """
+        trainable = [g for g in self.groups if g.trainable]
+        total = sum(g.layout.numel for g in trainable)
+        if not total:
+            return self
+        fine = self.placement.chunk_numel
+        wanted = total // _MOST_CHUNKS
+        largest = max(g.layout.numel for g in trainable) // _LEAST_CHUNKS
+        chunk = align_up(max(fine, min(wanted, largest)), SHARD_ALIGN_NUMEL)
+        if chunk == fine:
+            return self
+        pipeline = int(self.placement.pipeline_nbytes * (chunk / fine)) + 1
+        return replace(self, placement=replace(self.placement, chunk_numel=chunk, pipeline_nbytes=pipeline))

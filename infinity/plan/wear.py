@@ -1,0 +1,64 @@
+"""What a run wears off its drives, as predicted: bytes written against what the makers rate the drives for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.plan.hardware import Drive
+from infinity.sizes import format_nbytes
+
+_SECONDS_OF_A_DAY = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class DriveWear:
+    """One drive. `None` where its endurance is not known or nothing is written.
+
+    Attributes:
+        written_per_step_nbytes: bytes.
+        share_per_1000_steps: of the rated endurance.
+        steps_to_rating: steps after which the rated bytes are written.
+        days_to_rating: the same at the predicted speed, day and night.
+        warning: in words; empty when there is nothing to say.
+    """
+
+    name: str
+    written_per_step_nbytes: int
+    share_per_1000_steps: float | None
+    steps_to_rating: float | None
+    days_to_rating: float | None
+    warning: str
+
+
+def predict_wear(drives: Sequence[Drive], written_nbytes: int, step_s: float) -> list[DriveWear]:
+    """Wear of every drive of a node when a step writes `written_nbytes` on all of them, spread by speed."""
+    speeds = [drive.model.read_bytes_per_s + drive.model.write_bytes_per_s for drive in drives]
+    return [
+        _wear(drive, round(written_nbytes * speed / sum(speeds)), step_s)
+        for drive, speed in zip(drives, speeds, strict=True)
+    ]
+
+
+def steps_to_rating(drive: Drive, written_per_step_nbytes: float) -> float | None:
+    """Steps until the rated bytes are written."""
+    if not drive.endurance_nbytes or not written_per_step_nbytes:
+        return None
+    return drive.endurance_nbytes / written_per_step_nbytes
+
+
+def _wear(drive: Drive, written_nbytes: int, step_s: float) -> DriveWear:
+    steps = steps_to_rating(drive, written_nbytes)
+    days = steps * step_s / _SECONDS_OF_A_DAY if steps is not None else None
+    share = 1000 / steps if steps is not None else None
+    return DriveWear(drive.name, written_nbytes, share, steps, days, _warning(drive, written_nbytes))
+
+
+def _warning(drive: Drive, written_nbytes: int) -> str:
+    slc = drive.model.slc_nbytes
+    if slc and written_nbytes > slc:
+        return (
+            f"a step writes {format_nbytes(written_nbytes)}, more than the fast cache of "
+            f"{format_nbytes(int(slc))}: the drive falls to {drive.model.write_bytes_per_s / 1e9:.1f} GB/s"
+        )
+    return ""

@@ -1,0 +1,133 @@
+"""`infinity plan`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import call
+
+SMALL = ("--preset", "350m", "--gpu", "rtx4090", "--host-memory", "6GiB", "--drive", "3.0:1.5:1TB:600TBW")
+
+
+def plan_report(folder: Path, *arguments: str) -> dict[str, Any]:
+    target = folder / "plan.json"
+    code, _, error = call("plan", *arguments, "--json", target)
+    assert code == 0, error
+    report: dict[str, Any] = json.loads(target.read_text())
+    return report
+
+
+def test_a_plan_shows_fit_traffic_time_and_wear(tmp_path: Path) -> None:
+    code, output, error = call("plan", *SMALL, "--json", tmp_path / "plan.json")
+    assert code == 0, error
+    for words in ("Where everything lies", "NVMe bytes of a step", "lower bound", "(binds)", "Wear", "What to change"):
+        assert words in output
+    report = json.loads((tmp_path / "plan.json").read_text())
+    prediction = report["prediction"]
+    assert prediction["step_seconds"] >= prediction["bound_seconds"] == max(prediction["bounds"].values())
+    assert {"what", "fits"} <= set(report["changes"][0])
+    wear = report["wear"][0]
+    written = report["traffic"]["nvme_write_bytes_per_drive"]
+    assert wear["steps_to_rating"] == pytest.approx(600e12 / written, rel=0.01)
+
+
+def test_the_same_options_give_the_same_bytes(tmp_path: Path) -> None:
+    texts = set()
+    for number in range(2):
+        files = [tmp_path / f"{number}.{kind}" for kind in ("json", "html", "trace")]
+        options = [text for file in files for text in (f"--{file.suffix[1:]}", file)]
+        code, _, error = call("plan", *SMALL, *options)
+        assert code == 0, error
+        texts.add(tuple(file.read_bytes() for file in files))
+    assert len(texts) == 1
+
+
+def test_the_page_needs_no_network_and_the_trace_has_every_lane(tmp_path: Path) -> None:
+    call("plan", *SMALL, "--no-advice", "--html", tmp_path / "p.html", "--trace", tmp_path / "p.trace")
+    page = (tmp_path / "p.html").read_text()
+    assert "<script src" not in page
+    assert "Plotly.newPlot" in page
+    events = json.loads((tmp_path / "p.trace").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"compute", "h2d", "d2h", "optimizer", "nvme read", "nvme write"} <= lanes
+
+
+def test_more_of_what_binds_is_faster(tmp_path: Path) -> None:
+    slow = plan_report(tmp_path, *SMALL[:-1], "0.1:0.1", "--no-advice")
+    fast = plan_report(tmp_path, *SMALL[:-1], "2x0.1:0.1", "--no-advice")
+    assert slow["prediction"]["binding"] == "nvme"
+    assert fast["prediction"]["step_seconds"] < 0.6 * slow["prediction"]["step_seconds"]
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_plan_that_works(tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    code, _, error = call("plan", "--preset", "7b", "--batch", "64", "--host-memory", "64GiB", "--json", target)
+    assert code == 2
+    assert "Use a smaller batch" in error
+    assert "the nearest plan that works: --batch 32" in error
+    report = json.loads(target.read_text())
+    assert report["fits"] is False
+    assert report["nearest"]["fits"] is True
+
+
+def test_stages_are_compared(tmp_path: Path) -> None:
+    arguments = ("--layers", "4", "--hidden", "64", "--gpus", "8", "--nodes", "8", "--stages")
+    report = plan_report(tmp_path, *arguments)
+    names = [row["name"] for row in report["stages"]]
+    assert names == ["data parallel", "stage 1", "stage 2", "stage 3", "stage 3, host", "stage 3, NVMe"]
+    assert report["stages"][0]["device_nbytes"] == pytest.approx(64 * report["stages"][3]["device_nbytes"])
+
+
+def test_a_sweep_gives_a_table_and_a_plot(tmp_path: Path) -> None:
+    report = plan_report(
+        tmp_path, *SMALL, "--sweep", "host-memory=6GiB..24GiB", "--html", str(tmp_path / "sweep.html")
+    )
+    steps = [point["step_seconds"] for point in report["sweep"]["points"]]
+    assert len(steps) == 3
+    assert steps == sorted(steps, reverse=True)
+    assert "Plotly.newPlot" in (tmp_path / "sweep.html").read_text()
+
+
+def test_a_search_ranks_plans(tmp_path: Path) -> None:
+    report = plan_report(tmp_path, *SMALL, "--batch", "4", "--search")
+    steps = [row["step_seconds"] for row in report["search"] if row["fits"]]
+    assert len(steps) >= 6
+    assert steps == sorted(steps)
+
+
+@pytest.mark.slow
+def test_a_cluster_of_64_nodes_and_ten_trillion_parameters_is_planned(tmp_path: Path) -> None:
+    cluster = ("--gpu", "h100", "--gpus", "8", "--nodes", "64", "--host-memory", "2TiB", "--drive", "8xp5510")
+    model = ("--layers", "780", "--hidden", "32768", "--heads", "256", "--seq", "256", "--batch", "1")
+    report = plan_report(tmp_path, *model, *cluster, "--no-advice")
+    assert report["model"]["parameters"] > 9.9e12
+    assert report["workload"]["ranks"] == 512
+    assert report["placement"]["nvme_bytes_per_node"] == 8 * report["placement"]["nvme_bytes"]
+    assert report["prediction"]["bounds"]["all-gather"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpu", "rtx9090"), "allowed: rtx3090"),
+        (("--drive", "fast"), "allowed: READ:WRITE"),
+        (("--preset", "8b"), "unknown; allowed"),
+        (("--precision", "fp8"), "allowed: fp32, bf16"),
+        (("--schedule", "overlapped", "--accumulate", "2"), "contradicts"),
+        (("--host-memory", "lots"), "cannot read"),
+        (("--sweep", "colour=1..2"), "NAME one of"),
+        (("--sweep", "drives=4..1"), "not above the last"),
+        (("--stages", "--html", "page.html"), "leave out --stages"),
+        (("--search", "--trace", "t.json"), "--trace shows one step"),
+        (("--json", "no/such/folder/plan.json"), "a folder that exists"),
+        (("--dram", "-1"), "greater than 0"),
+    ],
+)
+def test_bad_usage_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    code, _, error = call("plan", "--preset", "tiny", *arguments)
+    assert code == 2
+    assert message in error

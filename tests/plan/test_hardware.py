@@ -1,0 +1,98 @@
+"""Hardware from options, tables and bench files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import ConfigError
+from infinity.plan.hardware import DRIVES, GPUS, Hardware, from_bench, gpu_named, parse_drives
+from infinity.sizes import GIB
+
+
+def test_every_figure_of_the_tables_has_a_source() -> None:
+    assert all(gpu.source for gpu in GPUS.values())
+    assert all(drive.source for drive in DRIVES.values())
+
+
+def test_a_drive_is_rates_capacity_and_endurance() -> None:
+    (drive,) = parse_drives(["7.0:3.4:4TB:2400TBW"])
+    assert (drive.model.read_bytes_per_s, drive.model.write_bytes_per_s) == (7.0e9, 3.4e9)
+    assert (drive.capacity_nbytes, drive.endurance_nbytes) == (4 * 10**12, 2400 * 10**12)
+    (short,) = parse_drives(["7:2.5"])
+    assert (short.capacity_nbytes, short.endurance_nbytes) == (0, 0)
+
+
+def test_several_drives_and_names() -> None:
+    assert parse_drives(["4xp5510", "7:3"])[:4] == (DRIVES["p5510"],) * 4
+    assert len(parse_drives(["4xp5510", "7:3"])) == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("7.0", "allowed: READ:WRITE"),
+        ("p5511", "did you mean 'p5510'"),
+        ("a:b", "could not convert"),
+        ("0:1", "must be positive"),
+        ("1:1:4T", "unknown unit"),
+        ("1:1:4TB:1TB:1", "too many parts"),
+        ("0x7:3", "allowed: READ:WRITE"),
+    ],
+)
+def test_drives_that_are_not_understood(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_drives([text])
+
+
+def test_unknown_gpus_are_refused_with_the_nearest() -> None:
+    assert gpu_named("RTX4090").memory_nbytes == 24 * GIB
+    with pytest.raises(ConfigError, match="did you mean 'rtx4090'"):
+        gpu_named("rtx4091")
+
+
+def job(directory: str, read: float, write: float) -> dict[str, Any]:
+    return {"job options": {"filename": directory}, "read": {"bw_bytes": read}, "write": {"bw_bytes": write}}
+
+
+def rate(name: str, alone: float, beside: float | None) -> dict[str, Any]:
+    beside_disk = None if beside is None else {"median": beside}
+    return {"name": name, "unit": "parameters/s", "alone": {"median": alone}, "beside_disk": beside_disk}
+
+
+def test_a_bench_file_gives_drives_optimizer_and_memory(tmp_path: Path) -> None:
+    jobs = [job("/a", 3e9, 0), job("/a", 2e9, 0), job("/a", 0, 1e9), job("/a", 1.5e9, 0.5e9), job("/a:/b", 9e9, 0)]
+    rates = [rate("AdamW bf16", 1e8, 9e7), rate("AdamW bf16", 4e8, 2e8), rate("AdamW fp32", 1.0, None)]
+    report = {"jobs": jobs, "memory": {"rates": rates}, "machine": {"memory_bytes": 8 * GIB}}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(report))
+    base = Hardware(GPUS["rtx4090"], (), GIB)
+    hardware = from_bench(path, base)
+    (drive,) = hardware.drives
+    assert (drive.model.read_bytes_per_s, drive.model.write_bytes_per_s) == (3e9, 1e9)
+    assert drive.model.duplex == 0.0  # half and half of both
+    assert hardware.optimizer_s == 1 / 2e8
+    assert hardware.host_memory_nbytes == 8 * GIB
+
+
+def test_a_drive_that_reads_and_writes_at_full_rate_together_is_duplex(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"jobs": [job("/a", 3e9, 0), job("/a", 0, 1e9), job("/a", 3e9, 1e9)]}))
+    (drive,) = from_bench(path, Hardware(GPUS["rtx4090"], (), GIB)).drives
+    assert drive.model.duplex == 1.0
+    assert drive.model.seconds(3e9, 1e9) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ("{}", "not what `infinity bench tier"), ("[]", "bench tier")]
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        from_bench(path, Hardware(GPUS["rtx4090"], (), GIB))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_bench(tmp_path / "none.json", Hardware(GPUS["rtx4090"], (), GIB))

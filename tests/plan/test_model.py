@@ -1,0 +1,134 @@
+"""Operations, activations and units of a model, from its forward on the meta device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.models.gpt import Gpt, GptShape
+from infinity.plan.model import ModelPlan, model_plan
+
+SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=32)
+
+
+def planned(source: str | GptShape, *, seq: int = 32, batch: int = 2, itemsize: int = 4) -> ModelPlan:
+    return model_plan(source, seq=seq, batch=batch, activation_itemsize=itemsize, resident_threshold_nbytes=1024)
+
+
+@pytest.fixture
+def factories(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """An importable module to put factories in."""
+    module = ModuleType("plan_factories")
+    monkeypatch.setitem(sys.modules, "plan_factories", module)
+    return module
+
+
+def test_operations_of_a_transformer_are_those_of_its_matrices() -> None:
+    plan = planned(SHAPE)
+    tokens, h, seq = 2 * 32, 64, 32
+    products = 2 * tokens * (4 * 12 * h * h + h * 256)
+    attention = 4 * 2 * 2 * tokens * seq * h
+    assert plan.is_traced
+    assert plan.forward_flops == products + attention
+    assert plan.step_flops(recompute=False) == 3 * plan.forward_flops
+    assert plan.step_flops(recompute=True) == 4 * plan.forward_flops
+
+
+def test_units_and_their_order_are_those_of_the_engine() -> None:
+    plan = planned(SHAPE)
+    assert [name for name in plan.order if name.startswith("blocks")] == [f"blocks.{n}" for n in range(4)]
+    assert plan.parameters == SHAPE.parameters
+    blocks = [plan.work[f"blocks.{n}"] for n in range(4)]
+    assert len({work.forward_flops for work in blocks}) == 1
+    assert all(work.boundary_nbytes == 2 * 32 * 64 * 4 for work in blocks)
+
+
+def test_saved_activations_are_what_autograd_keeps() -> None:
+    plan = planned(SHAPE)
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model, inputs = Gpt(SHAPE), torch.zeros(2, 32, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(inputs, inputs)
+    assert plan.activation_nbytes(recompute=False) == pytest.approx(sum(seen.values()), rel=0.1)
+    assert plan.activation_nbytes(recompute=True) < plan.activation_nbytes(recompute=False)
+
+
+def test_activations_scale_with_the_size_of_their_numbers_and_the_batch() -> None:
+    half, more = planned(SHAPE, itemsize=2), planned(SHAPE, batch=4)
+    whole = planned(SHAPE)
+    assert half.work["blocks.0"].boundary_nbytes * 2 == whole.work["blocks.0"].boundary_nbytes
+    assert more.forward_flops == 2 * whole.forward_flops
+
+
+def test_a_factory_gives_any_model(factories: ModuleType) -> None:
+    factories.make = lambda: Gpt(SHAPE)  # type: ignore[attr-defined]
+    assert planned("plan_factories:make").parameters == SHAPE.parameters
+
+
+def test_a_model_that_cannot_be_followed_is_estimated(factories: ModuleType) -> None:
+    factories.make = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # type: ignore[attr-defined]
+    plan = planned("plan_factories:make")
+    assert not plan.is_traced
+    assert plan.forward_flops == 2 * 2 * 32 * plan.parameters
+
+
+def test_a_configuration_of_hugging_face_gives_its_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = planned(str(tmp_path))
+    layer = 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert plan.parameters == 3 * layer + 2 * 100 * 64 + 64
+    assert plan.is_traced
+    assert sum(name.startswith("model.layers.") for name in plan.order) == 3
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("nothing", "allowed: a config.json"),
+        ("no_such_module_at_all:make", "cannot be imported"),
+        ("math:pi_of", "cannot be imported"),
+        ("missing/config.json", "cannot be read"),
+        ("plan_factories:make", "returned a int"),
+    ],
+)
+def test_sources_that_give_no_model_are_refused(source: str, message: str, factories: ModuleType) -> None:
+    factories.make = lambda: 5  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=message):
+        planned(source)
+
+
+def test_a_configuration_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    with pytest.raises(ConfigError, match="'no such thing' is unknown to transformers"):
+        planned(str(tmp_path / "config.json"))
+
+
+def test_a_model_without_parameters_is_refused(factories: ModuleType) -> None:
+    factories.make = nn.Identity  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedModelError, match="nothing to plan"):
+        planned("plan_factories:make")

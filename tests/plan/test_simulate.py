@@ -1,0 +1,159 @@
+"""The simulated rank: the engine's own policies move what the closed forms say, never faster than its bounds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from infinity.config import Schedule
+from infinity.plan.bounds import lower_bounds, moved_nbytes, nvme_s, scenario_traffic
+from infinity.plan.drives import DriveModel
+from infinity.plan.scenario import Scenario, Speeds, UnitTime
+from infinity.plan.simulate import simulate
+from storage.types import Op
+from tests.plan.cases import PAGE_NBYTES, SPEEDS, make_scenario
+from tests.scheduler.planned import UnitShape
+
+SCHEDULES = [Schedule.SYNCHRONOUS, Schedule.OVERLAPPED]
+EIGHT = [UnitShape((4,)) for _ in range(8)]
+THOROUGH = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("spare_pages", [0, 10, 40, 400])
+def test_a_step_moves_what_the_closed_forms_say(schedule: Schedule, spare_pages: int) -> None:
+    scenario = make_scenario(EIGHT, schedule=schedule, spare_nbytes=spare_pages * PAGE_NBYTES)
+    result = simulate(scenario)
+    assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(scenario))
+
+
+def test_the_same_scenario_gives_the_same_numbers_to_the_byte() -> None:
+    texts = {json.dumps(asdict(simulate(make_scenario(EIGHT), keep_spans=True))) for _ in range(3)}
+    assert len(texts) == 1
+
+
+def test_with_everything_in_host_memory_a_step_computes_and_waits_for_links_only() -> None:
+    speeds = Speeds(h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, kernel_s=1e-15)
+    scenario = make_scenario(EIGHT, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
+    result = simulate(scenario)
+    assert (result.read_nbytes, result.write_nbytes) == (0, 0)
+    assert result.step_s == pytest.approx(8 * 3e-3, rel=1e-3)
+
+
+def test_a_slow_drive_binds() -> None:
+    scenario = make_scenario(EIGHT, drives=[DriveModel(1e6, 1e6)], spare_nbytes=40 * PAGE_NBYTES)
+    bounds = lower_bounds(scenario)
+    assert max(bounds, key=lambda name: bounds[name]) == "nvme"
+    assert simulate(scenario).step_s >= bounds["nvme"] * 0.999
+
+
+def test_a_second_drive_makes_what_binds_faster() -> None:
+    one = make_scenario(EIGHT, drives=[DriveModel(1e7, 1e7)], spare_nbytes=40 * PAGE_NBYTES)
+    two = replace(one, drives=[DriveModel(1e7, 1e7)] * 2)
+    assert simulate(one).step_s / simulate(two).step_s == pytest.approx(2.0, rel=0.05)
+
+
+def test_compute_times_and_stalls_add_up_to_the_step() -> None:
+    scenario = make_scenario(EIGHT, drives=[DriveModel(5e7, 5e7)])
+    result = simulate(scenario)
+    assert result.compute_s + sum(result.stalls_s.values()) == pytest.approx(result.step_s, rel=1e-9)
+
+
+def test_copies_of_a_cpu_are_made_by_the_training_thread() -> None:
+    asynchronous = make_scenario(EIGHT, spare_nbytes=10_000 * PAGE_NBYTES)
+    itself = replace(asynchronous, speeds=replace(SPEEDS, is_async=False))
+    copies_s = 8 * 4 * PAGE_NBYTES * (2 + 1) / 1e9  # up twice, down once
+    assert simulate(itself).step_s >= 8 * 3e-3 + copies_s
+    assert simulate(asynchronous).step_s < simulate(itself).step_s
+
+
+def test_host_memory_bandwidth_is_shared_between_drives_and_optimizer() -> None:
+    plenty = make_scenario(EIGHT, spare_nbytes=20 * PAGE_NBYTES, time=UnitTime(0.0, 0.0))
+    scarce = replace(plenty, speeds=replace(SPEEDS, dram_bytes_per_s=1e9))
+    assert lower_bounds(scarce)["host memory"] > lower_bounds(scarce)["optimizer"]
+    assert simulate(scarce).step_s > simulate(plenty).step_s
+
+
+def test_several_ranks_gather_what_they_upload() -> None:
+    alone = make_scenario(EIGHT, spare_nbytes=10_000 * PAGE_NBYTES)
+    speeds = replace(SPEEDS, gather_bytes_per_s=1e7, reduce_bytes_per_s=1e7)
+    together = replace(alone, speeds=speeds)
+    gather_s = 2 * 8 * 4 * PAGE_NBYTES / 1e7
+    assert lower_bounds(together)["all-gather"] == pytest.approx(gather_s)
+    assert simulate(together).step_s >= gather_s
+
+
+# Properties -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    pages = st.sampled_from([1, 2, 3, 6, -2])
+    shapes = [UnitShape((draw(pages),)) for _ in range(draw(st.integers(1, 6)))]
+    if draw(st.booleans()):
+        shapes.append(UnitShape((1,), resident=True))
+    schedule = draw(st.sampled_from(SCHEDULES))
+    rates = st.sampled_from([1e6, 1e7, 1e8, 1e9])
+    model = DriveModel(
+        draw(rates),
+        draw(rates),
+        latency_s=draw(st.sampled_from([0.0, 1e-4, 1e-2])),
+        duplex=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        read_share=draw(st.sampled_from([0.2, 0.5, 0.875])),
+    )
+    return make_scenario(
+        shapes,
+        schedule=schedule,
+        spare_nbytes=draw(st.integers(0, 60)) * PAGE_NBYTES // 2,
+        drives=[model] * draw(st.integers(1, 2)),
+        time=UnitTime(draw(st.sampled_from([0.0, 1e-3, 0.1])), draw(st.sampled_from([0.0, 2e-3, 0.2]))),
+        speeds=replace(SPEEDS, is_async=draw(st.booleans()), kernel_s=draw(st.sampled_from([1e-10, 1e-7]))),
+        micro_batches=1 if schedule is Schedule.OVERLAPPED else draw(st.integers(1, 3)),
+    )
+
+
+@THOROUGH
+@given(scenario=scenarios())
+def test_any_run_ends_within_its_budgets_and_not_before_its_bounds(scenario: Scenario) -> None:
+    result = simulate(scenario)
+    placement = scenario.placement
+    limits = {
+        "window": placement.window_nbytes,
+        "gradients": placement.gradients_nbytes,
+        "transit": placement.transit_nbytes,
+        "pipeline": placement.pipeline_nbytes,
+        "device": placement.device_budget_nbytes,
+    }
+    assert all(result.peaks[name] <= limit for name, limit in limits.items())
+    assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(scenario))
+    read, write = moved_nbytes(scenario_traffic(scenario))
+    steps = len(result.steps_s)
+    assert result.end_s >= steps * max(lower_bounds(scenario).values()) * (1 - 1e-6)
+    assert result.end_s >= steps * nvme_s(scenario, read, write) * (1 - 1e-6)
+
+
+@THOROUGH
+@given(scenario=scenarios())
+def test_no_read_starts_before_the_write_that_it_must_see_has_landed(scenario: Scenario) -> None:
+    result = simulate(scenario)
+    for number, read in enumerate(result.transfers):
+        if read.op is Op.READ:
+            for write in result.transfers[number:]:
+                overlaps = write.offset < read.offset + read.nbytes and read.offset < write.offset + write.nbytes
+                is_before = write.op is Op.WRITE and write.key == read.key and overlaps
+                assert not (is_before and write.submitted_s < read.submitted_s), (read, write)
+
+
+@THOROUGH
+@given(scenario=scenarios())
+def test_a_faster_drive_never_makes_a_run_slower(scenario: Scenario) -> None:
+    faster = [
+        replace(d, read_bytes_per_s=2 * d.read_bytes_per_s, write_bytes_per_s=2 * d.write_bytes_per_s)
+        for d in scenario.drives
+    ]
+    before, after = simulate(scenario).end_s, simulate(replace(scenario, drives=faster)).end_s
+    assert after <= before * 1.02
