@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from infinity.devices.base import Fence
@@ -236,7 +236,7 @@ class ReadAhead:
                     )
                 )
                 return
-            await asyncio.sleep(_FENCE_POLL_S)
+            await (fence if isinstance(fence, Awaitable) else asyncio.sleep(_FENCE_POLL_S))
         try:
             fence.wait(0)
         except Exception as error:

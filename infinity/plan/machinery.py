@@ -27,6 +27,7 @@ from storage.pool import HostPool
 from storage.types import Op, Ticket
 
 _UNLIMITED_NBYTES = 1 << 62
+_PATIENCE_S = 1e12  # nothing gets stuck here; a slow link is allowed to be slow
 _LEAST_DRAM_SHARE = 0.2  # what the optimizer gets beside drives and links at the very least
 
 
@@ -100,6 +101,7 @@ class Machinery:
             groups_of_unit=[[group.index for group in unit.groups] for unit in scenario.units],
             uses=placement.uses,
             keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
+            link_timeout_s=_PATIENCE_S,
         )
         self.pipeline = UpdatePipeline(
             store=self.store,
@@ -109,6 +111,7 @@ class Machinery:
             worker=self.worker,
             read_ahead=self.read_ahead,
             on_failure=self._failures.append,
+            link_timeout_s=_PATIENCE_S,
         )
 
     def _hold_resident(self) -> None:
