@@ -31,6 +31,7 @@ import xxhash
 
 from storage.align import split_blocks
 from storage.checksums import BLOCK_NBYTES, Checksum
+from storage.drives import DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
 from storage.types import Op, Priority, Ticket, TrafficTag
@@ -245,8 +246,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--file", type=_size, default=1 << 30, help="bytes of each side's file, in shards of 32 MiB")
-    parser.add_argument("--block", type=_size, default=StorageOptions().block_nbytes)
-    parser.add_argument("--threads", type=int, default=StorageOptions().threads)
+    parser.add_argument("--block", type=_size, default=DEFAULT_BLOCK_NBYTES)
+    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS)
     parser.add_argument("--sweep", action="store_true", help="several block sizes and depths")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45.0, help="no round starts later than this")

@@ -201,7 +201,14 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
     if not placement.nvme_nbytes:
         return None
     paths = stack.enter_context(swap_directories(nvme.paths))
-    options = StorageOptions(engine=nvme.engine.value, block_nbytes=nvme.block_nbytes, threads=nvme.threads)
+    options = StorageOptions(
+        engine=nvme.engine.value,
+        block_nbytes=nvme.block_nbytes,
+        threads=nvme.threads,
+        calibrate=nvme.calibrate.value,
+        checksum=nvme.checksum.value,
+        eio_retries=nvme.eio_retries,
+    )
     store = ShardStore.open(paths, placement.nvme_nbytes, options=options)
     stack.callback(store.close)
     for group in plan.groups:

@@ -54,6 +54,21 @@ class IoEngine(StrEnum):
     BUFFERED = "buffered"
 
 
+class IoChecksum(StrEnum):
+    """What is noted of everything written to swap files, and verified when it is read."""
+
+    XXH3 = "xxh3"
+    NONE = "none"
+
+
+class Calibrate(StrEnum):
+    """Where block size and threads come from when they are not set."""
+
+    CACHED = "cached"  # from `infinity bench calibrate`, if it was run on the drive
+    MISSING = "missing"  # the same; a drive that was not measured yet is measured at the start, in a second or two
+    OFF = "off"
+
+
 _E = TypeVar("_E", bound=StrEnum)
 
 
@@ -179,13 +194,20 @@ class HostConfig(_Section):
 
 
 class NvmeConfig(_Section):
-    """Swap files: one directory per drive (`None`: a temporary one), and how they are read and written."""
+    """Swap files: one directory per drive (`None`: a temporary one), and how they are read and written.
+
+    `threads` (blocks at a drive at a time) and `block_nbytes` are chosen when `None`, see `Calibrate`. `eio_retries` is
+    how often a block is tried again after EIO.
+    """
 
     paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_paths)] = None
     budget: Nbytes | None = None
     engine: Annotated[IoEngine, BeforeValidator(_choice(IoEngine))] = IoEngine.AUTO
-    threads: Count = 4
-    block_nbytes: Nbytes = MIB
+    threads: Count | None = None
+    block_nbytes: Nbytes | None = None
+    calibrate: Annotated[Calibrate, BeforeValidator(_choice(Calibrate))] = Calibrate.CACHED
+    checksum: Annotated[IoChecksum, BeforeValidator(_choice(IoChecksum))] = IoChecksum.XXH3
+    eio_retries: Annotated[int, Field(strict=True, ge=0)] = 2
     io_timeout_s: Seconds = 60.0
 
     if TYPE_CHECKING:
@@ -194,7 +216,7 @@ class NvmeConfig(_Section):
 
     @model_validator(mode="after")
     def _whole_pages(self) -> Self:
-        if self.block_nbytes % _PAGE_NBYTES:
+        if self.block_nbytes is not None and self.block_nbytes % _PAGE_NBYTES:
             raise ValueError(f"block_nbytes = {self.block_nbytes}: allowed: multiples of {_PAGE_NBYTES}")
         return self
 

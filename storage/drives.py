@@ -11,12 +11,16 @@ from pathlib import Path
 from storage.align import is_aligned
 from storage.backends.base import Backend
 from storage.backends.probe import Engine, choose_engine, make_backend
+from storage.calibration_cache import Calibrate, find_calibration
 from storage.checksums import Checksum
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 
 _log = logging.getLogger(__name__)
 
 WrapBackend = Callable[[Backend], Backend]
+
+DEFAULT_BLOCK_NBYTES = 4 << 20
+DEFAULT_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,10 @@ class StorageOptions:
 
     Attributes:
         engine: "auto" probes every directory; "direct" and "buffered" insist.
-        block_nbytes: size of one system call, a multiple of 4096.
-        threads: blocks at each drive at the same time.
+        block_nbytes: size of one system call, a multiple of 4096; None: as calibrated, else 4 MiB.
+        threads: blocks at each drive at the same time; None: as calibrated, else 4.
+        calibrate: "cached" uses what was measured of a drive before, "missing" also measures a drive that never was
+            (a second or two), "off" uses neither. A setting that is given stands, with the default for the other one.
         free_margin_nbytes: bytes to leave free on every file system.
         checksum: "xxh3" notes a checksum of what is written and verifies what is read; "none" does not.
         eio_retries: how often a block is tried again after EIO.
@@ -36,8 +42,9 @@ class StorageOptions:
     """
 
     engine: str = "auto"
-    block_nbytes: int = 4 << 20
-    threads: int = 4
+    block_nbytes: int | None = None
+    threads: int | None = None
+    calibrate: str = Calibrate.CACHED
     free_margin_nbytes: int = 64 << 20
     checksum: str = "xxh3"
     eio_retries: int = 2
@@ -45,10 +52,12 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.engine not in list(Engine):
             raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(Engine)}")
-        if self.block_nbytes <= 0 or not is_aligned(self.block_nbytes):
+        if self.block_nbytes is not None and (self.block_nbytes <= 0 or not is_aligned(self.block_nbytes)):
             raise ValueError(f"block_nbytes is {self.block_nbytes}; it must be a positive multiple of 4096")
-        if self.threads < 1:
+        if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is {self.threads}; it must be at least 1")
+        if self.calibrate not in list(Calibrate):
+            raise ValueError(f"calibrate is {self.calibrate!r}; it must be one of {', '.join(Calibrate)}")
         if self.free_margin_nbytes < 0:
             raise ValueError(f"free_margin_nbytes is {self.free_margin_nbytes}; it must not be negative")
         if self.checksum not in list(Checksum):
@@ -96,8 +105,18 @@ def open_drive(
     except OSError as error:
         raise make_directory_error(directory, error) from error
     closing.callback(file.close)
+    backend = start_backend(folder.path, engine, options=options, wrap_backend=wrap_backend, closing=closing)
+    _log.info("swap files in %s: %s I/O (%s)", directory, backend.name, reason)
+    return Drive(directory, file, backend, reason)
+
+
+def start_backend(
+    folder: Path, engine: Engine, *, options: StorageOptions, wrap_backend: WrapBackend | None, closing: ExitStack
+) -> Backend:
+    """The backend of a folder's drive, with the settings that suit the drive; `closing` closes it."""
+    tuning = choose_tuning(folder, engine, options)
     backend = make_backend(
-        engine, threads=options.threads, block_nbytes=options.block_nbytes, eio_retries=options.eio_retries
+        engine, threads=tuning.threads, block_nbytes=tuning.block_nbytes, eio_retries=options.eio_retries
     )
     try:
         used = backend if wrap_backend is None else wrap_backend(backend)
@@ -105,5 +124,24 @@ def open_drive(
         backend.close()
         raise
     closing.callback(used.close)
-    _log.info("swap files in %s: %s I/O (%s)", directory, used.name, reason)
-    return Drive(directory, file, used, reason)
+    _log.info("blocks in %s: %s", folder, tuning.reason)
+    return used
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Bytes of a block and number of threads for a drive, and why."""
+
+    block_nbytes: int
+    threads: int
+    reason: str
+
+
+def choose_tuning(folder: Path, engine: Engine, options: StorageOptions) -> Tuning:
+    """What is set, else what was measured of the drive, else the defaults."""
+    if options.block_nbytes is not None or options.threads is not None:
+        return Tuning(options.block_nbytes or DEFAULT_BLOCK_NBYTES, options.threads or DEFAULT_THREADS, "as set")
+    found = find_calibration(folder, engine.value, Calibrate(options.calibrate))
+    if found is not None:
+        return Tuning(found.block_nbytes, found.threads, found.reason)
+    return Tuning(DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS, f"{DEFAULT_BLOCK_NBYTES} bytes × {DEFAULT_THREADS} threads")

@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 
 from storage.align import PAGE_NBYTES, align_down
-from storage.backends.probe import Engine, choose_engine, make_backend
+from storage.backends.probe import Engine, choose_engine
 from storage.cleanup import is_running
-from storage.drives import Drive, StorageOptions, WrapBackend
+from storage.drives import Drive, StorageOptions, WrapBackend, start_backend
 from storage.errors import IntegrityError, SwapInUseError
 from storage.extents import ExtentAllocator
 from storage.swapfile import OWNER_FILE, SwapFile, boot_id
@@ -166,14 +166,6 @@ def open_durable_drive(
         used=used,
     )
     closing.callback(file.close)
-    backend = make_backend(
-        engine, threads=options.threads, block_nbytes=options.block_nbytes, eio_retries=options.eio_retries
-    )
-    try:
-        wrapped = backend if wrap_backend is None else wrap_backend(backend)
-    except BaseException:
-        backend.close()
-        raise
-    closing.callback(wrapped.close)
-    _log.info("durable shards in %s: %s I/O (%s)", folder.path, wrapped.name, reason)
-    return Drive(folder.path, file, wrapped, reason)
+    backend = start_backend(folder.path, engine, options=options, wrap_backend=wrap_backend, closing=closing)
+    _log.info("durable shards in %s: %s I/O (%s)", folder.path, backend.name, reason)
+    return Drive(folder.path, file, backend, reason)

@@ -164,12 +164,21 @@ def mount_at(mounts: Sequence[Mount], path: Path) -> Mount | None:
     return current
 
 
-def find_file_system(path: Path) -> FileSystem:
-    """The file system that holds a path, or will when it is made."""
+def find_mount(path: Path) -> Mount | None:
+    """The mount that holds a path, or will when it is made; None when the system does not tell."""
+    return mount_at(read_mounts(), existing_part(path))
+
+
+def existing_part(path: Path) -> Path:
+    """The path without links, or what of it exists."""
     # A path that may not be looked at counts like one that is not there; `Path.exists` would raise.
     candidates = (path.absolute(), *path.absolute().parents)
-    existing = next((p for p in candidates if os.path.exists(p)), Path("/")).resolve()
-    return describe_mount(mount_at(read_mounts(), existing))
+    return next((p for p in candidates if os.path.exists(p)), Path("/")).resolve()
+
+
+def find_file_system(path: Path) -> FileSystem:
+    """The file system that holds a path, or will when it is made."""
+    return describe_mount(find_mount(path))
 
 
 def describe_mount(mount: Mount | None) -> FileSystem:

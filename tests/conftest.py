@@ -50,6 +50,14 @@ def _folders_of(request: pytest.FixtureRequest) -> list[Path]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the user's drives were measured at must not decide what tests do, nor tests write there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _interruptible() -> None:
     """Ctrl-C reaches the processes that tests start, also where the tests themselves run in the background."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

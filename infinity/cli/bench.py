@@ -127,3 +127,25 @@ def tier(
                 html=html,
             )
         )
+
+
+@app.command()
+def calibrate(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="A directory on each drive. Default: where swap files would go.", show_default=False),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write what was found to this file.", rich_help_panel=_OUTPUT)
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)] = False,
+) -> None:
+    """Find the block size and number of threads that suit each drive; later runs on it use them.
+
+    Takes a second or two per drive. What is found is kept in the user's cache folder for 90 days, by drive. A run with
+    nvme.threads or nvme.block_nbytes set, or with nvme.calibrate = "off", does not look at it.
+    """
+    with reported(debug=debug):
+        from infinity.cli.bench_calibrate import run
+
+        run(tuple(paths or ()), json)

@@ -78,6 +78,9 @@ def test_everything_given_as_people_write_it(tmp_path: Path) -> None:
         (lambda: Config(host={"pin": 1}), ["host.pin = 1", "boolean"]),
         (lambda: Config(nvme={"threads": "3"}), ["nvme.threads = '3'", "integer"]),
         (lambda: Config(nvme={"threads": 0}), ["nvme.threads = 0"]),
+        (lambda: Config(nvme={"checksum": "crc32"}), ["nvme.checksum = 'crc32'", "'xxh3', 'none'"]),
+        (lambda: Config(nvme={"calibrate": True}), ["nvme.calibrate = True", "'cached', 'missing', 'off'"]),
+        (lambda: Config(nvme={"eio_retries": -1}), ["nvme.eio_retries = -1"]),
         (lambda: Config(nvme={"paths": []}), ["nvme.paths = []", "at least one"]),
         (lambda: Config(nvme={"paths": [""]}), ["nvme.paths = ['']"]),
         (lambda: Config(nvme={"paths": ["/a", "/a/"]}), ["listed twice"]),
@@ -128,7 +131,7 @@ def test_describe_shows_every_setting_and_marks_defaults() -> None:
     assert "device.h2d_bytes_per_s = 1 GiB/s" in lines
     assert "host.budget = unset  (default)" in lines
     assert "unit_classes = Linear" in lines
-    assert "nvme.block_nbytes = 1 MiB  (default)" in lines
+    assert "nvme.block_nbytes = unset  (default)" in lines
     nested = {name: type(getattr(Config(), name)) for name in ("device", "host", "nvme")}
     expected = len(Config.model_fields) - len(nested) + sum(len(section.model_fields) for section in nested.values())
     assert len(lines) == expected
