@@ -105,15 +105,24 @@ def open_drive(
     except OSError as error:
         raise make_directory_error(directory, error) from error
     closing.callback(file.close)
-    backend = start_backend(folder.path, engine, options=options, wrap_backend=wrap_backend, closing=closing)
-    _log.info("swap files in %s: %s I/O (%s)", directory, backend.name, reason)
+    backend = start_backend(folder.path, engine, reason, options=options, wrap_backend=wrap_backend, closing=closing)
     return Drive(directory, file, backend, reason)
 
 
 def start_backend(
-    folder: Path, engine: Engine, *, options: StorageOptions, wrap_backend: WrapBackend | None, closing: ExitStack
+    folder: Path,
+    engine: Engine,
+    reason: str,
+    *,
+    options: StorageOptions,
+    wrap_backend: WrapBackend | None,
+    closing: ExitStack,
 ) -> Backend:
-    """The backend of a folder's drive, with the settings that suit the drive; `closing` closes it."""
+    """The backend of a folder's drive, with the settings that suit the drive; `closing` closes it.
+
+    Args:
+        reason: why this engine; logged with the settings and their reason.
+    """
     tuning = choose_tuning(folder, engine, options)
     backend = make_backend(
         engine, threads=tuning.threads, block_nbytes=tuning.block_nbytes, eio_retries=options.eio_retries
@@ -124,7 +133,7 @@ def start_backend(
         backend.close()
         raise
     closing.callback(used.close)
-    _log.info("blocks in %s: %s", folder, tuning.reason)
+    _log.info("files in %s: %s I/O (%s), %s", folder, used.name, reason, tuning.reason)
     return used
 
 
@@ -140,8 +149,10 @@ class Tuning:
 def choose_tuning(folder: Path, engine: Engine, options: StorageOptions) -> Tuning:
     """What is set, else what was measured of the drive, else the defaults."""
     if options.block_nbytes is not None or options.threads is not None:
-        return Tuning(options.block_nbytes or DEFAULT_BLOCK_NBYTES, options.threads or DEFAULT_THREADS, "as set")
+        block_nbytes, threads = options.block_nbytes or DEFAULT_BLOCK_NBYTES, options.threads or DEFAULT_THREADS
+        return Tuning(block_nbytes, threads, f"blocks of {block_nbytes} bytes on {threads} threads (set)")
     found = find_calibration(folder, engine.value, Calibrate(options.calibrate))
     if found is not None:
         return Tuning(found.block_nbytes, found.threads, found.reason)
-    return Tuning(DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS, f"{DEFAULT_BLOCK_NBYTES} bytes × {DEFAULT_THREADS} threads")
+    reason = f"blocks of {DEFAULT_BLOCK_NBYTES} bytes on {DEFAULT_THREADS} threads (default)"
+    return Tuning(DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS, reason)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -27,8 +26,6 @@ from storage.drives import Drive, StorageOptions, WrapBackend, start_backend
 from storage.errors import IntegrityError, SwapInUseError
 from storage.extents import ExtentAllocator
 from storage.swapfile import OWNER_FILE, SwapFile, boot_id
-
-_log = logging.getLogger(__name__)
 
 
 class DurableFolder:
@@ -166,6 +163,5 @@ def open_durable_drive(
         used=used,
     )
     closing.callback(file.close)
-    backend = start_backend(folder.path, engine, options=options, wrap_backend=wrap_backend, closing=closing)
-    _log.info("durable shards in %s: %s I/O (%s)", folder.path, backend.name, reason)
+    backend = start_backend(folder.path, engine, reason, options=options, wrap_backend=wrap_backend, closing=closing)
     return Drive(folder.path, file, backend, reason)

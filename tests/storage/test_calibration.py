@@ -324,7 +324,7 @@ def test_a_store_uses_and_logs_what_was_measured(tmp_path: Path, caplog: pytest.
         workers = [thread for thread in threading.enumerate() if thread.name.startswith("infinity-io-")]
         assert len(workers) == 6
         store.close()
-        assert next(message for message in caplog.messages if message.startswith("blocks in")).endswith(": because")
+        assert next(message for message in caplog.messages if message.startswith("files in")).endswith("), because")
     finally:
         path.unlink()
 
