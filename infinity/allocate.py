@@ -208,6 +208,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         calibrate=nvme.calibrate.value,
         checksum=nvme.checksum.value,
         eio_retries=nvme.eio_retries,
+        write_memory_nbytes=max(placement.pipeline_nbytes // len(paths), 1),
     )
     store = ShardStore.open(paths, placement.nvme_nbytes, options=options)
     stack.callback(store.close)

@@ -36,6 +36,8 @@ class StorageOptions:
         free_margin_nbytes: bytes to leave free on every file system.
         checksum: "xxh3" notes a checksum of what is written and verifies what is read; "none" does not.
         eio_retries: how often a block is tried again after EIO.
+        write_memory_nbytes: memory that writes to a drive may hold, if that is known: while they hold little of it,
+            they yield to reads; when somebody will soon wait for it, they go at full share.
 
     Raises:
         ValueError: a value is not allowed; says which.
@@ -48,6 +50,7 @@ class StorageOptions:
     free_margin_nbytes: int = 64 << 20
     checksum: str = "xxh3"
     eio_retries: int = 2
+    write_memory_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in list(Engine):
@@ -64,6 +67,8 @@ class StorageOptions:
             raise ValueError(f"checksum is {self.checksum!r}; it must be one of {', '.join(Checksum)}")
         if self.eio_retries < 0:
             raise ValueError(f"eio_retries is {self.eio_retries}; it must not be negative")
+        if self.write_memory_nbytes is not None and self.write_memory_nbytes <= 0:
+            raise ValueError(f"write_memory_nbytes is {self.write_memory_nbytes}; it must be positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,11 @@ def start_backend(
     """
     tuning = choose_tuning(folder, engine, options)
     backend = make_backend(
-        engine, threads=tuning.threads, block_nbytes=tuning.block_nbytes, eio_retries=options.eio_retries
+        engine,
+        threads=tuning.threads,
+        block_nbytes=tuning.block_nbytes,
+        eio_retries=options.eio_retries,
+        write_memory_nbytes=options.write_memory_nbytes,
     )
     try:
         used = backend if wrap_backend is None else wrap_backend(backend)

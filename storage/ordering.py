@@ -62,6 +62,7 @@ class KeyOrder:
             if earlier.conflicts(operation):
                 earlier.holds.append(operation)
                 operation.held_by += 1
+                earlier.priority = min(earlier.priority, operation.priority)  # who waits for one waits for the other
         self.operations.append(operation)
         return operation.held_by == 0
 

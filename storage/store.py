@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from storage.align import PAGE_NBYTES, align_up, is_aligned
+from storage.backends.cost import IoCost
 from storage.checksums import READ_BACK_KIND, Checksum, KeyChecksums
 from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
 from storage.errors import ClosedError, SwapFullError
@@ -97,6 +98,11 @@ class ShardStore:
     def progress(self) -> int:
         """Grows with every block that completes."""
         return sum(drive.backend.progress for drive in self._drives)
+
+    @property
+    def cost(self) -> IoCost:
+        """CPU time of the threads that move blocks, until now."""
+        return IoCost.total(drive.backend.cost for drive in self._drives)
 
     @property
     def engine_name(self) -> str:
@@ -275,6 +281,9 @@ class ShardStore:
             self._in_flight[operation] = None
         if may_start:
             self._start(entry, operation)
+        elif priority is Priority.DEMAND:  # what holds it back is waited for as well
+            for drive in self._drives:
+                drive.backend.promote(key)
         return ticket
 
     def _place(self, entry: StoredKey, operation: Operation) -> None:

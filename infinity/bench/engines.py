@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
@@ -13,6 +14,7 @@ import aiofiles
 from infinity.errors import ConfigError
 from storage.backends.base import Backend
 from storage.backends.buffered import BufferedBackend
+from storage.backends.cost import IoCost
 from storage.backends.direct import DirectBackend
 from storage.errors import ClosedError, ShortIoError
 from storage.types import IoRequest, Op
@@ -71,7 +73,7 @@ class AiofilesBackend:
         self._loop = asyncio.new_event_loop()
         self._queue: asyncio.Queue[IoRequest | None] = asyncio.Queue()
         self._requests: dict[IoRequest, None] = {}
-        self._moved = 0
+        self._cost = IoCost()  # written by the loop's thread
         self._is_closed = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="infinity-bench-aiofiles", daemon=True)
@@ -79,7 +81,14 @@ class AiofilesBackend:
 
     @property
     def progress(self) -> int:
-        return self._moved
+        return self._cost.operations
+
+    @property
+    def cost(self) -> IoCost:
+        return IoCost.total([self._cost])
+
+    def promote(self, key: str) -> None:
+        """Nothing overtakes anything here."""
 
     def submit(self, request: IoRequest) -> None:
         with self._lock:
@@ -119,7 +128,8 @@ class AiofilesBackend:
                 await self._move(files, request)
             except Exception as caught:  # whatever it is, the ticket has to carry it
                 error = caught
-            self._moved += 1
+            self._cost.operations += 1
+            self._cost.python_s = time.thread_time()
             with self._lock:
                 del self._requests[request]
             if error is None:

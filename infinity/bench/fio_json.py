@@ -102,6 +102,7 @@ def _job(series: Series, number: int) -> dict[str, Any]:
         "repeats": {
             "bw_bytes": _spread(series.bytes_per_s),
             "cpu_s_per_gb": _spread(series.cpu_s_per_gb),
+            "python_us_per_operation": _spread(series.python_us_per_operation),
         },
     }
 

@@ -69,7 +69,7 @@ def _drive_part(result: BenchResult, directories: tuple[str, ...]) -> str:
     rows = [series for series in result.series if series.directories == directories]
     engines = list(dict.fromkeys(row.engine for row in rows))
     plot = bars([_bar(row, engines.index(row.engine)) for row in rows], "Throughput, median and range of the repeats")
-    head = ("workload", "engine", "size", "MB/s", "MiB/s", "spread", "p50", "p99", "p99.9", "CPU s/GB")
+    head = ("workload", "engine", "size", "MB/s", "MiB/s", "spread", "p50", "p99", "p99.9", "CPU s/GB", "Python µs/op")
     return f"<h2>{escape(' + '.join(directories))}</h2>{plot}{_latency_plot(rows)}" + _table(
         head, (_series_cells(row) for row in rows)
     )
@@ -102,6 +102,7 @@ def _series_cells(row: Series) -> tuple[str, ...]:
         percent(rate),
         *(milliseconds(latencies, p) for p in (50.0, 99.0, 99.9)),
         f"{row.cpu_s_per_gb.median:.3f}",
+        f"{row.python_us_per_operation.median:.1f}",
     )
 
 

@@ -67,7 +67,7 @@ def _new_table(title: str, first: Iterable[str], figures: Iterable[str]) -> Tabl
 
 def _series_table(rows: Sequence[Series], directories: Sequence[str]) -> Table:
     title = f"{' + '.join(directories)}{' together' if len(directories) > 1 else ''}, median of the repeats"
-    figures = ("MB/s", "MiB/s", "spread", "IOPS", "p50", "p99", "p99.9", "CPU s/GB")
+    figures = ("MB/s", "MiB/s", "spread", "IOPS", "p50", "p99", "p99.9", "CPU s/GB", "Python µs/op")
     table = _new_table(title, ("engine", "profile", "mix", "size"), figures)
     for row in rows:
         rate, latencies = row.bytes_per_s, row.latencies()
@@ -82,6 +82,7 @@ def _series_table(rows: Sequence[Series], directories: Sequence[str]) -> Table:
             f"{rate.median / row.workload.block_nbytes:,.0f}",
             *(milliseconds(latencies, p) for p in (50.0, 99.0, 99.9)),
             f"{row.cpu_s_per_gb.median:.3f}",
+            f"{row.python_us_per_operation.median:.1f}",
         )
     return table
 

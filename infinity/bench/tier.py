@@ -18,6 +18,7 @@ from infinity.bench.statistics import Latencies, Spread, spread
 from infinity.bench.target import Target
 from infinity.sizes import MIB
 from storage.backends.base import Backend
+from storage.backends.cost import IoCost
 from storage.errors import IoTimeoutError
 from storage.pool import HostPool
 from storage.types import Op, Ticket
@@ -57,12 +58,14 @@ class Measurement:
         elapsed_s: from the first submission until everything has landed (through the page cache: until it is on disk).
         cpu: of the whole process meanwhile.
         moved_nbytes, latencies_ns: by direction.
+        io_cost: of the threads that moved the blocks.
     """
 
     elapsed_s: float
     cpu: CpuTime
     moved_nbytes: dict[Op, int]
     latencies_ns: dict[Op, npt.NDArray[np.int64]]
+    io_cost: IoCost
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +101,11 @@ class Series:
     @property
     def cpu_s_per_gb(self) -> Spread:
         return spread([run.cpu_s_per_gb for run in self.runs])
+
+    @property
+    def python_us_per_operation(self) -> Spread:
+        """CPU time in Python for a block, in microseconds."""
+        return spread([run.io_cost.python_s_per_operation * 1e6 for run in self.runs])
 
     def rate(self, op: Op) -> Spread:
         """Bytes per second in one direction."""
@@ -155,6 +163,7 @@ class Runner:
             most_passes = 1
         length = min(len(schedule.ops) for schedule in self._schedules)
         loads = self.loads(seconds, None if most_passes is None else most_passes * length)
+        io_cost = self._io_cost()
         cpu, started_s = CpuTime.now(), time.perf_counter()
         for load in loads:
             load.start()
@@ -164,7 +173,7 @@ class Runner:
             for target in self.targets:
                 target.sync()
             ended_s = time.perf_counter()
-        return self._measured(loads, ended_s - started_s, CpuTime.now() - cpu)
+        return self._measured(loads, ended_s - started_s, CpuTime.now() - cpu, self._io_cost() - io_cost)
 
     def wait(self, loads: Sequence[Load], seconds: float) -> None:
         """Until what was submitted has landed; failures are raised.
@@ -185,12 +194,16 @@ class Runner:
                 load.stop()
         ended.result()
 
-    def _measured(self, loads: Sequence[Load], elapsed_s: float, cpu: CpuTime) -> Measurement:
+    def _io_cost(self) -> IoCost:
+        return IoCost.total(backend.cost for backend in self._backends)
+
+    def _measured(self, loads: Sequence[Load], elapsed_s: float, cpu: CpuTime, io_cost: IoCost) -> Measurement:
         return Measurement(
             elapsed_s,
             cpu,
             {op: sum(load.moved_nbytes(op) for load in loads) for op in Op},
             {op: np.concatenate([load.latencies_ns(op) for load in loads]) for op in Op},
+            io_cost,
         )
 
 

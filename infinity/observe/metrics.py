@@ -97,6 +97,12 @@ def metrics_of(runtime: Runtime) -> dict[str, float]:
             flat[f"nvme/{name}_payload_bytes"] = total.payload_nbytes
             flat[f"nvme/{name}_operations"] = total.operations
             flat[f"nvme/{name}_s"] = total.seconds
+        cost = runtime.store.cost
+        flat["nvme/blocks"] = cost.operations
+        flat["nvme/python_s"] = cost.python_s
+        flat["nvme/python_us_per_block"] = cost.python_s_per_operation * 1e6
+        flat["nvme/checksum_s"] = cost.check_s
+        flat["nvme/system_s"] = cost.system_s
         flat["nvme/capacity_bytes"] = runtime.placement.nvme_nbytes
     flat["host/budget_bytes"] = runtime.placement.host_budget_nbytes
     flat["host/held_bytes"] = runtime.pool.leased_nbytes

@@ -10,11 +10,14 @@ import asyncio
 import errno
 import logging
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiofiles
 
+from storage.backends.cost import IoCost
 from storage.backends.queue import BlockQueue
 from storage.backends.system import io_error, short_error, without_frames
 from storage.errors import IoError
@@ -31,17 +34,27 @@ class BufferedBackend:
         block_nbytes: bytes of one read or write.
         close_timeout_s: how long `close` waits for calls that are in the kernel.
         eio_retries: how often a block is tried again after EIO.
+        write_memory_nbytes: see `BlockQueue`.
     """
 
     name = "buffered"
     opens_direct = False
 
-    def __init__(self, *, threads: int, block_nbytes: int, close_timeout_s: float = 30.0, eio_retries: int = 0) -> None:
-        self._queue = BlockQueue(block_nbytes)
+    def __init__(
+        self,
+        *,
+        threads: int,
+        block_nbytes: int,
+        close_timeout_s: float = 30.0,
+        eio_retries: int = 0,
+        write_memory_nbytes: int | None = None,
+    ) -> None:
+        self._queue = BlockQueue(block_nbytes, write_memory_nbytes)
         self._workers = threads
         self._close_timeout_s = close_timeout_s
         self._eio_retries = eio_retries
-        self._blocks_done = 0
+        self._cost = IoCost()  # written by the loop's thread
+        self._began_s = 0.0  # CPU time of the loop's thread at its beginning
         self._loop = asyncio.new_event_loop()
         self._has_work = asyncio.Event()
         self._is_closing = False
@@ -52,7 +65,15 @@ class BufferedBackend:
 
     @property
     def progress(self) -> int:
-        return self._blocks_done
+        return self._cost.operations
+
+    @property
+    def cost(self) -> IoCost:
+        """As the contract says; what aiofiles' threads do in Python is not measured, only the loop's part."""
+        return IoCost.total([self._cost])
+
+    def promote(self, key: str) -> None:
+        self._queue.promote(key)
 
     def submit(self, request: IoRequest) -> None:
         self._queue.put(request)
@@ -83,6 +104,7 @@ class BufferedBackend:
         self._has_work.set()
 
     def _run(self) -> None:
+        self._began_s = time.thread_time()
         executor = ThreadPoolExecutor(self._workers, thread_name_prefix="infinity-io-buffered")
         self._loop.set_default_executor(executor)
         try:
@@ -105,7 +127,8 @@ class BufferedBackend:
                     continue
                 transfer, start, stop = block
                 error = await self._serve_block(files, transfer.request, start, stop)
-                self._blocks_done += 1
+                self._cost.operations += 1
+                self._cost.python_s = time.thread_time() - self._began_s
                 if self._queue.block_done(transfer, error):
                     transfer.complete()
                 del block, transfer, error  # an idle worker keeps nobody's memory alive
@@ -123,7 +146,7 @@ class BufferedBackend:
                 return error
         if request.check is not None:
             try:
-                await self._loop.run_in_executor(None, request.check, start, stop)
+                self._cost.check_s += await self._loop.run_in_executor(None, _timed, request.check, start, stop)
             except Exception as problem:
                 return without_frames(problem)
         return None
@@ -147,3 +170,10 @@ class BufferedBackend:
         except Exception as error:
             return error
         return None
+
+
+def _timed(check: Callable[[int, int], None], start: int, stop: int) -> float:
+    """CPU seconds of a check."""
+    began_s = time.thread_time()
+    check(start, stop)
+    return time.thread_time() - began_s

@@ -21,6 +21,7 @@ from enum import Enum
 
 from storage.align import PAGE_NBYTES, align_down
 from storage.backends.base import Backend
+from storage.backends.cost import IoCost
 from storage.backends.system import io_error, short_error
 from storage.backends.throttled import Clock, SystemClock
 from storage.errors import ClosedError
@@ -105,6 +106,13 @@ class FaultyBackend:
     @property
     def opens_direct(self) -> bool:
         return self._inner.opens_direct
+
+    @property
+    def cost(self) -> IoCost:
+        return self._inner.cost
+
+    def promote(self, key: str) -> None:
+        self._inner.promote(key)
 
     def inject(
         self,

@@ -142,7 +142,16 @@ def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
     return Engine.BUFFERED, problem or capabilities.buffered_reason or ""
 
 
-def make_backend(engine: Engine, *, threads: int, block_nbytes: int, eio_retries: int = 0) -> Backend:
+def make_backend(
+    engine: Engine,
+    *,
+    threads: int,
+    block_nbytes: int,
+    eio_retries: int = 0,
+    write_memory_nbytes: int | None = None,
+) -> Backend:
     """A backend of a chosen kind."""
     kind = DirectBackend if engine is Engine.DIRECT else BufferedBackend
-    return kind(threads=threads, block_nbytes=block_nbytes, eio_retries=eio_retries)
+    return kind(
+        threads=threads, block_nbytes=block_nbytes, eio_retries=eio_retries, write_memory_nbytes=write_memory_nbytes
+    )

@@ -44,9 +44,12 @@ def move(calls: SystemCalls, request: IoRequest, start: int, stop: int, *, eio_r
     """
     call = calls.preadv if request.op is Op.READ else calls.pwritev
     retries = eio_count = 0
+    memory = request.memory
     while start < stop:
+        # Most small transfers are one block: then their memory needs no slice.
+        part = memory if not start and stop == len(memory) else memory[start:stop]
         try:
-            moved = call(request.fd, [request.memory[start:stop]], request.offset + start)
+            moved = call(request.fd, (part,), request.offset + start)
         except (InterruptedError, BlockingIOError) as error:
             retries += 1
             if retries > _MAX_RETRIES:

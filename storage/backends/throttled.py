@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from storage.backends.base import Backend
+from storage.backends.cost import IoCost
 from storage.errors import ClosedError
-from storage.types import IoRequest, Op
+from storage.types import IoRequest, Op, Priority
 
 _LONGEST_SLEEP_S = 0.05  # so that `close` does not wait for a long transfer
 _JOIN_TIMEOUT_S = 30.0
@@ -82,6 +83,15 @@ class ThrottledBackend:
     def opens_direct(self) -> bool:
         return self._inner.opens_direct
 
+    @property
+    def cost(self) -> IoCost:
+        return self._inner.cost
+
+    def promote(self, key: str) -> None:
+        for channel in self._channels.values():
+            channel.promote(key)
+        self._inner.promote(key)
+
     def submit(self, request: IoRequest) -> None:
         self._channels[request.op].put(request)
 
@@ -118,6 +128,12 @@ class _Channel:
                 raise ClosedError("the I/O backend is closed")
             heapq.heappush(self._waiting, (int(request.priority), next(self._numbers), begins_s, request))
             self._changed.notify()
+
+    def promote(self, key: str) -> None:
+        with self._changed:
+            demand = int(Priority.DEMAND)
+            self._waiting = [(demand if entry[-1].key == key else entry[0], *entry[1:]) for entry in self._waiting]
+            heapq.heapify(self._waiting)
 
     def requests(self) -> list[IoRequest]:
         with self._changed:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from storage.backends.cost import IoCost
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import ClosedError, ReadError
 from storage.pool import HostPool
@@ -22,6 +23,7 @@ class InstantBackend:
     name = "instant"
     opens_direct = False
     progress = 0
+    cost = IoCost()
 
     def __init__(self) -> None:
         self.refusal: Exception | None = None
@@ -32,6 +34,9 @@ class InstantBackend:
             raise self.refusal
         self.served.append(request)
         request.ticket.set_done()
+
+    def promote(self, key: str) -> None:
+        """Everything goes at once."""
 
     def in_flight(self) -> list[IoRequest]:
         return []

@@ -22,6 +22,7 @@ from infinity.bench.tier import CpuTime, Measurement, Series
 from infinity.config import Config
 from infinity.errors import ConfigError
 from infinity.sizes import GIB, KIB, MIB
+from storage.backends.cost import IoCost
 from storage.types import Op
 
 
@@ -122,7 +123,8 @@ def test_cliff_is_where_it_becomes_slower_for_good() -> None:
 def _series(block_nbytes: int, depth: int, rate: float, directory: str = "/a", profile: str = "sweep") -> Series:
     workload = Workload(profile, 50, 16 * MIB, block_nbytes, depth, 4)
     latencies = {op: np.array([1_000_000], dtype=np.int64) for op in Op}
-    run = Measurement(1.0, CpuTime(0.1, 0.1), {Op.READ: int(rate / 2), Op.WRITE: int(rate / 2)}, latencies)
+    moved = {op: int(rate / 2) for op in Op}
+    run = Measurement(1.0, CpuTime(0.1, 0.1), moved, latencies, IoCost(10, 1e-4))
     return Series(workload, BenchEngine.DIRECT, (directory,), (run,))
 
 

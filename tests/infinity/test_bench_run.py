@@ -27,6 +27,7 @@ from infinity.bench.target import open_target
 from infinity.bench.tier import fill, ready, run_profile
 from infinity.errors import ConfigError, InfinityError
 from infinity.sizes import MIB
+from storage.backends.cost import IoCost
 from storage.errors import ClosedError, IoError
 from storage.types import IoRequest, Op
 
@@ -100,6 +101,7 @@ class _Backend:
     name = "broken"
     opens_direct = False
     progress = 0
+    cost = IoCost()
 
     def __init__(self, *, refuse: bool) -> None:
         self._refuse = refuse
@@ -109,6 +111,9 @@ class _Backend:
         if self._refuse and len(self.waiting) == 2:
             raise ClosedError("closed")
         self.waiting.append(request)
+
+    def promote(self, key: str) -> None:
+        """Everything goes at once."""
 
     def in_flight(self) -> list[IoRequest]:
         return self.waiting

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from storage.backends.base import Backend
+from storage.backends.cost import IoCost
 from storage.errors import ClosedError
 from storage.pool import HostPool, Lease
 from storage.types import IoRequest, Op, Priority, Ticket, TrafficTag
@@ -56,6 +57,7 @@ class HeldBackend:
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
         self.held: list[IoRequest] = []
+        self.promoted: list[str] = []
         self._is_closed = False
         self._arrived = threading.Condition()
 
@@ -68,6 +70,14 @@ class HeldBackend:
     @property
     def opens_direct(self) -> bool:
         return self._inner.opens_direct
+
+    @property
+    def cost(self) -> IoCost:
+        return self._inner.cost
+
+    def promote(self, key: str) -> None:
+        self.promoted.append(key)
+        self._inner.promote(key)
 
     def submit(self, request: IoRequest) -> None:
         with self._arrived:

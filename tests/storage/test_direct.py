@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -135,3 +136,44 @@ def test_a_real_error_of_the_system() -> None:
     backend.submit(read)
     assert isinstance(failure(read.ticket), ReadError)
     backend.close()
+
+
+def test_cpu_time_is_told_by_what_it_was_spent_on(fd: int) -> None:
+    """The check computes, the call waits: their CPU time is told apart, and of every block."""
+
+    def compute(start: int, stop: int) -> None:
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < 0.01:
+            continue
+
+    backend = DirectBackend(threads=1, block_nbytes=PAGE)
+    read = request(Op.READ, _memory(4), fd=fd)
+    read.check = compute
+    backend.submit(read)
+    finish(read.ticket)
+    backend.close()
+    cost = backend.cost
+    assert cost.operations == backend.progress == 4
+    assert cost.check_s >= 0.04
+    assert 0 < cost.python_s < cost.check_s
+    assert 0 < cost.system_s < cost.check_s
+    assert cost.python_s_per_operation == cost.python_s / 4
+    assert (cost - cost).operations == 0
+
+
+def test_what_somebody_begins_to_wait_for_goes_first(fd: int) -> None:
+    gate = Gate()
+    backend = DirectBackend(threads=1, block_nbytes=PAGE, calls=gate.calls())
+    order: list[str] = []
+    requests = [request(Op.READ, _memory(1), fd=fd) for _ in range(3)]
+    for number, read in enumerate(requests):
+        read.key = f"key {number}"
+        read.ticket.add_done_callback(lambda _, key=read.key: order.append(key))  # type: ignore[misc]
+        backend.submit(read)
+    gate.wait_for(1)
+    backend.promote("key 2")
+    gate.open.set()
+    for read in requests:
+        finish(read.ticket)
+    backend.close()
+    assert order == ["key 0", "key 2", "key 1"]

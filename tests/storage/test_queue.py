@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from storage.backends.queue import BlockQueue, Transfer
+from storage.backends.queue import BlockQueue, Seat, Transfer, read_aheads_per_write
 from storage.errors import ClosedError
 from storage.types import Op, Priority
 from tests.storage.helpers import WAIT_S, request
@@ -89,7 +90,7 @@ def test_a_failed_block_ends_the_transfer_when_the_others_out_have_ended() -> No
 def test_closing_wakes_the_workers_and_ends_what_waits() -> None:
     queue = BlockQueue(10)
     taken: list[object] = []
-    worker = threading.Thread(target=lambda: taken.append(queue.take()))
+    worker = threading.Thread(target=lambda: taken.append(queue.take(queue.sit_down())))
     worker.start()
     assert queue.close() == []
     worker.join(WAIT_S)
@@ -107,3 +108,159 @@ def test_closing_leaves_a_block_in_service_to_its_worker() -> None:
     assert queue.abandon() == [transfer]
     assert queue.block_done(transfer, None)
     assert isinstance(transfer.error, ClosedError)
+
+
+# Pacing of writes ------------------------------------------------------------------------------------------------
+
+
+def _reads_before_a_write(queue: BlockQueue, priority: Priority) -> int:
+    """How many of an endless stream of reads go before a write that waits."""
+    reads = 0
+    _put(queue, Op.READ, priority)
+    while (transfer := _take(queue)[0]).request.op is Op.READ:
+        assert queue.block_done(transfer, None)
+        reads += 1
+        _put(queue, Op.READ, priority)
+    return reads
+
+
+@pytest.mark.parametrize(
+    ("held", "ahead", "demand"), [(1, 16, 64), (2, 16, 64), (3, 8, 64), (5, 3, 64), (8, 1, 8), (20, 1, 8)]
+)
+def test_writes_yield_until_the_memory_they_hold_is_needed(held: int, ahead: int, demand: int) -> None:
+    for priority, most in ((Priority.READ_AHEAD, ahead), (Priority.DEMAND, demand)):
+        queue = BlockQueue(10, write_memory_nbytes=100)
+        for _ in range(held):
+            _put(queue, Op.WRITE, Priority.WRITE)
+        assert queue.write_pressure == held / 10
+        assert _reads_before_a_write(queue, priority) == most
+
+
+def test_a_write_holds_its_memory_until_it_has_ended() -> None:
+    queue = BlockQueue(10, write_memory_nbytes=100)
+    _put(queue, Op.WRITE, Priority.WRITE, 20)
+    _put(queue, Op.READ, Priority.WRITE, 20)
+    blocks = [_take(queue) for _ in range(4)]
+    assert queue.write_pressure == 0.2
+    for transfer, _, _ in blocks:
+        queue.block_done(transfer, None)
+    assert queue.write_pressure == 0
+    _put(queue, Op.WRITE, Priority.WRITE, 20)
+    assert queue.block_done(_take(queue)[0], OSError("refused"))
+    assert queue.write_pressure == 0
+    _put(queue, Op.WRITE, Priority.WRITE)
+    queue.close()
+    assert queue.write_pressure == 0
+
+
+def test_pressure_only_ever_speeds_writes_up() -> None:
+    reads = [read_aheads_per_write(percent / 100) for percent in range(150)]
+    assert reads == sorted(reads, reverse=True)
+    assert (reads[0], reads[-1]) == (16, 1)
+    assert read_aheads_per_write(None) == 8
+
+
+def test_a_write_that_is_waited_for_goes_like_a_demand() -> None:
+    queue = BlockQueue(10)
+    other = _put(queue, Op.WRITE, Priority.WRITE)
+    ahead = _put(queue, Op.READ, Priority.READ_AHEAD)
+    wanted = request(Op.WRITE, _MEMORY[:20], priority=Priority.WRITE)
+    wanted.key = "wanted"
+    queue.put(wanted)
+    queue.promote("wanted")
+    queue.promote("unknown")
+    assert [_take(queue)[0].request for _ in range(4)] == [wanted, wanted, ahead, other]
+
+
+def test_a_promoted_write_that_fails_leaves_the_queue() -> None:
+    queue = BlockQueue(10, write_memory_nbytes=100)
+    _put(queue, Op.WRITE, Priority.WRITE, 30)
+    transfer = _take(queue)[0]
+    queue.promote("key")
+    assert queue.block_done(transfer, OSError("refused"))
+    assert queue.take_nowait() is None
+    assert (queue.requests(), queue.write_pressure) == ([], 0)
+
+
+# Waking workers --------------------------------------------------------------------------------------------------
+
+
+class _Sleeper:
+    """A worker that takes one block."""
+
+    def __init__(self, queue: BlockQueue) -> None:
+        self.taken: list[object] = []
+        self._thread = threading.Thread(target=self._run, args=(queue,))
+        self._thread.start()
+
+    def _run(self, queue: BlockQueue) -> None:
+        self.taken.append(queue.take(queue.sit_down()))
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    never = threading.Event()
+    for _ in range(int(WAIT_S * 1000)):
+        if condition():
+            return
+        never.wait(0.001)
+    raise AssertionError("it never came to that")
+
+
+def _until_idle(queue: BlockQueue, count: int) -> None:
+    _until(lambda: len(queue._idle) == count)
+
+
+def _complete_one(queue: BlockQueue, seat: Seat) -> None:
+    """What a worker does before it completes a ticket."""
+    _put(queue, Op.READ, Priority.READ_AHEAD)
+    block = queue.take(seat)
+    assert block is not None
+    assert queue.block_done(block[0], None, seat)
+
+
+def test_a_worker_takes_what_its_completion_submits_and_wakes_others_for_the_rest() -> None:
+    queue = BlockQueue(10)
+    seat = queue.sit_down()
+    sleeper = _Sleeper(queue)
+    _until_idle(queue, 1)
+    queue._idle.remove(asleep := queue._idle[0])  # as if there were nobody, for the first
+    _complete_one(queue, seat)
+    queue._idle.append(asleep)
+    mine = _put(queue, Op.READ, Priority.READ_AHEAD)
+    assert queue._idle == [asleep]
+    other = _put(queue, Op.READ, Priority.READ_AHEAD)
+    sleeper.join()
+    block = queue.take(seat)
+    assert block is not None
+    assert isinstance(sleeper.taken[0], tuple)
+    assert {block[0].request, sleeper.taken[0][0].request} == {mine, other}
+
+
+def test_a_worker_that_submits_a_long_transfer_wakes_others_for_all_but_one_block() -> None:
+    queue = BlockQueue(10)
+    seat = queue.sit_down()
+    _complete_one(queue, seat)
+    sleepers = [_Sleeper(queue) for _ in range(3)]
+    _until_idle(queue, 3)
+    _put(queue, Op.READ, Priority.READ_AHEAD, 30)
+    _until_idle(queue, 1)
+    assert queue.take(seat) is not None
+    _until(lambda: sum(len(sleeper.taken) for sleeper in sleepers) == 2)
+    assert queue.close() == []
+    for sleeper in sleepers:
+        sleeper.join()
+    assert sum(sleeper.taken[0] is not None for sleeper in sleepers) == 2
+
+
+def test_a_thread_that_only_submits_wakes_a_worker_for_every_block() -> None:
+    queue = BlockQueue(10)
+    sleepers = [_Sleeper(queue) for _ in range(2)]
+    _until_idle(queue, 2)
+    _put(queue, Op.READ, Priority.READ_AHEAD, 20)
+    for sleeper in sleepers:
+        sleeper.join()
+        assert sleeper.taken[0] is not None

@@ -162,6 +162,31 @@ def test_a_key_in_flight_cannot_be_deleted(open_store: MakeStore, pool: HostPool
     assert store.keys() == []
 
 
+def test_who_waits_for_a_read_waits_for_the_write_before_it(open_store: MakeStore, pool: HostPool) -> None:
+    held: list[HeldBackend] = []
+    store = open_store("buffered", wrap_backend=_hold(held))
+    store.create("a", PAGE)
+    with pool.lease(PAGE, "x") as lease:
+        tickets = [store.submit_write("a", lease.memory, tag=TAG), store.submit_read("a", lease.memory, tag=TAG)]
+        assert held[0].promoted == []
+        tickets.append(store.submit_read("a", lease.memory, priority=Priority.DEMAND, tag=TAG))
+        assert held[0].promoted == ["a"]
+        for _ in tickets:
+            held[0].wait_for(1)
+            held[0].let_go()
+        for ticket in tickets:
+            finish(ticket)
+        tickets = [store.submit_write("a", lease.memory, tag=TAG) for _ in range(2)]
+        tickets.append(store.submit_read("a", lease.memory, priority=Priority.DEMAND, tag=TAG))
+        for priority in (Priority.WRITE, Priority.DEMAND, Priority.DEMAND):  # the second was not with the backend yet
+            held[0].wait_for(1)
+            assert held[0].held[0].priority is priority
+            held[0].let_go()
+        for ticket in tickets:
+            finish(ticket)
+    assert store.cost.operations == 6
+
+
 def test_more_than_the_capacity_makes_the_file_longer(open_store: MakeStore, pool: HostPool) -> None:
     store = open_store("auto", capacity_nbytes=16 * PAGE)
     store.create("a", 16 * PAGE)

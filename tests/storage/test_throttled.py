@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from storage.backends.cost import IoCost
 from storage.backends.throttled import SystemClock, Throttle, ThrottledBackend
 from storage.errors import ClosedError
 from storage.types import IoRequest, Op, Priority
@@ -18,6 +19,7 @@ class InstantBackend:
     name = "instant"
     opens_direct = False
     progress = 0
+    cost = IoCost()
 
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
@@ -26,6 +28,9 @@ class InstantBackend:
     def submit(self, request: IoRequest) -> None:
         self.served.append((request, self.clock.now_s()))
         request.ticket.set_done()
+
+    def promote(self, key: str) -> None:
+        """Everything goes at once."""
 
     def in_flight(self) -> list[IoRequest]:
         return []
