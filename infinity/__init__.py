@@ -28,11 +28,16 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from infinity.init import empty_init
-    from infinity.optim.adamw import AdamW, clip_grad_norm_
+    from infinity.optim.adamw import Adam, AdamW
+    from infinity.optim.base import clip_grad_norm_
+    from infinity.optim.lion import Lion
+    from infinity.optim.sgd import SGD
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adam",
     "AdamW",
     "CheckpointError",
     "Config",
@@ -44,6 +49,7 @@ __all__ = [
     "HostConfig",
     "InfinityError",
     "IterationError",
+    "Lion",
     "NotGatheredError",
     "NvmeConfig",
     "PlacementError",
@@ -58,9 +64,12 @@ __all__ = [
 
 _CONFIG = ("Config", "DeviceConfig", "DeviceKind", "HostConfig", "NvmeConfig", "Precision", "Schedule")
 _HOMES = {
+    "Adam": "infinity.optim.adamw",
     "AdamW": "infinity.optim.adamw",
     "Engine": "infinity.engine",
-    "clip_grad_norm_": "infinity.optim.adamw",
+    "Lion": "infinity.optim.lion",
+    "SGD": "infinity.optim.sgd",
+    "clip_grad_norm_": "infinity.optim.base",
     "empty_init": "infinity.init",
     "gathered": "infinity.editing",
     "offload": "infinity.engine",

@@ -67,11 +67,12 @@ class ParameterAccess:
             runtime.gatherer.unclaim(group)
 
     def _write_chunk(self, group: FlatGroup, chunk: Chunk, record: Record | None) -> None:
-        """In bf16 the master of a changed element becomes its bf16 value: its low half is set to zero."""
+        """The master of a changed element becomes its new value in the dtype of the shard."""
         copy = self._runtime.copies[group.index]
         param_nbytes = chunk.numel * group.shard_dtype.itemsize
-        has_low_half = record is not None and record.is_initialised and group.shard_dtype is torch.bfloat16
-        state_nbytes = record.nbytes if record is not None and has_low_half and record.lease is None else 0
+        completes_master = len(self._runtime.kernel.fields) > len(self._runtime.kernel.moments)
+        has_rest = record is not None and record.is_initialised and completes_master
+        state_nbytes = record.nbytes if record is not None and has_rest and record.lease is None else 0
         with self._buffer(group, param_nbytes + state_nbytes) as lease:
             new = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=chunk.numel)
             with torch.no_grad():
@@ -84,18 +85,18 @@ class ParameterAccess:
                 offset = chunk.start * group.shard_dtype.itemsize
                 self._write(group.key, lease.memory[:param_nbytes], "param", offset)
             old.copy_(new)  # only now: a copy that counts as clean holds what the swap file holds
-            if record is not None and has_low_half:
-                self._clear_low_halves(record, changed, lease.memory[param_nbytes:])
+            if record is not None and has_rest:
+                self._edit_master(record, new, changed, lease.memory[param_nbytes:])
 
-    def _clear_low_halves(self, record: Record, changed: torch.Tensor, buffer: memoryview) -> None:
-        if record.lease is not None:
-            record.views(record.lease.memory)[0].masked_fill_(changed, 0)
-            return
+    def _edit_master(self, record: Record, new: torch.Tensor, changed: torch.Tensor, buffer: memoryview) -> None:
         runtime = self._runtime
+        if record.lease is not None:
+            runtime.kernel.edited(new, record.views(record.lease.memory), changed)
+            return
         if runtime.store is not None:
             read = runtime.store.submit_read(record.key, buffer, priority=Priority.DEMAND, tag=self._tag("state"))
             runtime.stalls.wait(read, StallCause.NVME_READ)
-            record.views(buffer)[0].masked_fill_(changed, 0)
+            runtime.kernel.edited(new, record.views(buffer), changed)
             self._write(record.key, buffer, "state", 0)
 
     def _write(self, key: str, memory: memoryview, kind: str, offset: int) -> None:

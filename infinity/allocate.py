@@ -19,8 +19,9 @@ from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
 from infinity.optim.hyper import Kernel
+from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
-from infinity.optim.records import GroupState
+from infinity.optim.records import GroupState, create_records
 from infinity.order import AccessOrder
 from infinity.placement import Placement
 from infinity.readahead import ReadAhead
@@ -44,6 +45,7 @@ class Blueprint:
     units: Sequence[Unit]
     groups: Sequence[FlatGroup]
     kernel: Kernel
+    threads: KernelThreads
     device: Device
 
 
@@ -138,6 +140,8 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         copies=made.copies,
         states=made.states,
         kernel=plan.kernel,
+        optimizer=plan.config.optimizer,
+        threads=plan.threads,
         device=plan.device,
         pool=made.pool,
         budgets=made.budgets,
@@ -216,8 +220,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         if group.index not in placement.pinned_params:
             store.create(group.key, group.shard_nbytes)
         if group.index in states and group.index not in placement.pinned_states:
-            for record in states[group.index].records:
-                store.create(record.key, record.nbytes)
+            create_records(store, states[group.index])
         if group.index in placement.spilled_gradients:
             store.create(gradient_key(group), gradient_nbytes(group))
     return store
@@ -233,4 +236,5 @@ def _pin_states(runtime: Runtime) -> None:
     for index in runtime.placement.pinned_states:
         if index in runtime.states:
             for record in runtime.states[index].records:
-                record.lease = runtime.pool.lease(record.nbytes, record.key)
+                if record.nbytes:
+                    record.lease = runtime.pool.lease(record.nbytes, record.key)

@@ -47,10 +47,10 @@ def assemble(model: nn.Module, config: Config, access: Access) -> Runtime:
         stack.callback(device.close)
         threads = KernelThreads(config.optimizer_threads)
         stack.callback(threads.close)
-        kernel = kernel_for(config.precision, threads)
+        kernel = kernel_for(config.precision, threads, config.optimizer)
         groups, units = _make_groups(specs, config.precision, kernel, device)
         placement = _plan(model, config, units, groups, kernel, device)
-        blueprint = Blueprint(model, config, access, placement, units, groups, kernel, device)
+        blueprint = Blueprint(model, config, access, placement, units, groups, kernel, threads, device)
         runtime = allocate(blueprint, stack)
         runtime.closing = stack.pop_all()
     return runtime

@@ -27,6 +27,17 @@ class Precision(StrEnum):
 
     FP32 = "fp32"  # fp32 parameters and moments: the parity mode
     BF16 = "bf16"  # bf16 parameters, fp32 master split in two 16-bit halves, fp32 moments
+    FP16 = "fp16"  # fp16 parameters, fp32 master and moments; needs a loss scale
+
+
+class OptimizerKind(StrEnum):
+    """Which optimizer state is planned for."""
+
+    ADAMW = "adamw"
+    ADAM = "adam"
+    SGD = "sgd"  # without momentum: no state beyond what completes the master
+    SGD_MOMENTUM = "sgd_momentum"
+    LION = "lion"
 
 
 class Schedule(StrEnum):
@@ -224,18 +235,20 @@ class NvmeConfig(_Section):
 class Config(_Section):
     """All settings of a run. Sections take an instance or a mapping; sizes take bytes or text such as "20GiB".
 
+    `optimizer` is the one whose state is planned for; an optimizer with less state may be built over it as well.
     `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
     repeated blocks and smaller than `resident_threshold` stay on the device. `unit_classes` names the modules whose
     parameters are gathered together (empty: the outermost repeated blocks are found automatically).
     Raises ConfigError for anything unknown, of the wrong kind or contradictory.
     """
 
-    precision: Annotated[Precision, BeforeValidator(_choice(Precision, later=("fp16",)))] = Precision.BF16
+    precision: Annotated[Precision, BeforeValidator(_choice(Precision))] = Precision.BF16
     device: DeviceConfig = Field(default_factory=DeviceConfig)
     host: HostConfig = Field(default_factory=HostConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)] = 3
     schedule: Annotated[Schedule, BeforeValidator(_choice(Schedule, later=("deferred",)))] = Schedule.AUTO
+    optimizer: Annotated[OptimizerKind, BeforeValidator(_choice(OptimizerKind))] = OptimizerKind.ADAMW
     chunk: Nbytes | None = None
     resident_threshold: NbytesOrZero = MIB
     unit_classes: Annotated[tuple[str | type, ...], BeforeValidator(_unit_classes)] = ()

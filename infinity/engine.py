@@ -78,6 +78,7 @@ class Engine:
         """Called by an optimizer that is built over this engine's parameters."""
         self._check_open()
         self._updates.attach(optimizer)
+        self.plan = Plan(self._runtime)  # it may keep less state than was planned for
 
     def step(self, optimizer: OptimizerView) -> None:
         """Called by the optimizer's `step()`."""

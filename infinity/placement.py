@@ -242,7 +242,7 @@ class _HostDivision:
     def _smallest_chunk(self) -> int:
         largest = max((g.layout.numel for g in self._sizes.streamed), default=SHARD_ALIGN_NUMEL)
         if self._request.chunk_nbytes is not None:
-            wanted = self._request.chunk_nbytes // max(self._sizes.state_per_element, 1)
+            wanted = self._request.chunk_nbytes // max(self._sizes.state_per_element, 4)
             return min(max(align_down(wanted, SHARD_ALIGN_NUMEL), SHARD_ALIGN_NUMEL), largest)
         return min(_MIN_CHUNK_NUMEL, largest)
 
@@ -313,7 +313,7 @@ class _HostDivision:
         if self._request.chunk_nbytes is not None:
             return self.chunk_numel
         largest = max(g.layout.numel for g in self._sizes.streamed if g.trainable)
-        target = align_down(_TARGET_CHUNK_NBYTES // self._sizes.state_per_element, SHARD_ALIGN_NUMEL)
+        target = align_down(_TARGET_CHUNK_NBYTES // max(self._sizes.state_per_element, 4), SHARD_ALIGN_NUMEL)
         return max(self.chunk_numel, min(target, largest))
 
     def _grow(self, part: str, wanted: int) -> None:

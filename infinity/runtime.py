@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from infinity.config import Config
+from infinity.config import Config, OptimizerKind
 from infinity.devices.base import Device
 from infinity.errors import InfinityError
 from infinity.gather import Gatherer
@@ -20,6 +20,7 @@ from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
 from infinity.optim.hyper import Kernel
+from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
@@ -54,6 +55,8 @@ class Runtime:
     copies: Sequence[HostCopy]
     states: dict[int, GroupState]
     kernel: Kernel
+    optimizer: OptimizerKind  # whose state the kernel keeps
+    threads: KernelThreads
     device: Device
     pool: HostPool
     budgets: dict[str, TierBudget]

@@ -42,6 +42,40 @@ def fused_adamw_(
     )
 
 
+def fused_adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    """Adam without amsgrad, in place, as `torch.optim.Adam(fused=True)` calls it; `steps` are 0-dim fp32, from 1."""
+    torch._fused_adam_(
+        list(params),
+        list(grads),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        list(steps),
+        amsgrad=False,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=maximize,
+        grad_scale=None,
+        found_inf=None,
+    )
+
+
 @contextmanager
 def preserve_version_counter(*tensors: Tensor) -> Iterator[None]:
     """Writes to `tensors` inside the block do not count as modifications for autograd."""

@@ -14,13 +14,14 @@ from typing import Protocol
 
 import torch
 
-from infinity.config import Schedule
+from infinity.config import OptimizerKind, Schedule
 from infinity.errors import ConfigError, IterationError
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause
 from infinity.optim.clip import clip_coefficient, total_norm
-from infinity.optim.hyper import AdamWHyper
+from infinity.optim.hyper import Hyper
 from infinity.optim.pipeline import GroupUpdate
+from infinity.optim.taking import take_optimizer
 from infinity.released import ParameterRef, SpilledGradient
 from infinity.runtime import Runtime
 from storage.types import Ticket
@@ -34,7 +35,11 @@ class OptimizerView(Protocol):
     @property
     def max_grad_norm(self) -> float | None: ...
 
-    def hyper_of(self, group: FlatGroup, slot: int) -> AdamWHyper | None:
+    @property
+    def kind(self) -> OptimizerKind:
+        """Which state it needs."""
+
+    def hyper_of(self, group: FlatGroup, slot: int) -> Hyper | None:
         """Hyperparameters of a slot as they are now; None when the optimizer does not hold it."""
 
     def slots(self) -> Iterable[tuple[FlatGroup, int]]:
@@ -47,7 +52,7 @@ class Updates:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._optimizer: OptimizerView | None = None
-        self._submitted: dict[int, Sequence[AdamWHyper | None]] = {}
+        self._submitted: dict[int, Sequence[Hyper | None]] = {}
         self._scales: dict[tuple[int, int], torch.Tensor] = {}  # clip coefficients by group and slot
         self._torn: str | None = None
         self._has_warned = False
@@ -70,6 +75,7 @@ class Updates:
         if optimizer.max_grad_norm is not None:
             self._refuse_clipping("max_grad_norm")
             self._runtime.sink.wants_norms = True
+        take_optimizer(self._runtime, optimizer.kind)
         self._optimizer = optimizer
 
     def warn_without_optimizer(self) -> None:
@@ -77,7 +83,7 @@ class Updates:
         if self._optimizer is None and not self._has_warned and self._runtime.sink.pending():
             self._has_warned = True
             _log.warning(
-                "gradients are waiting, but no infinity.AdamW has been built over this model. An optimizer built "
+                "gradients are waiting, but no infinity optimizer has been built over this model. An optimizer built "
                 "before infinity.offload holds the old parameters and trains nothing; build it afterwards"
             )
 
@@ -338,6 +344,10 @@ class Updates:
                         "schedule='synchronous'"
                     )
 
+    def _hypers_of(self, optimizer: OptimizerView, group: FlatGroup) -> list[Hyper | None]:
+        slots = range(len(group.layout.slots))
+        return [optimizer.hyper_of(group, slot) if self._runtime.sink.has(group, slot) else None for slot in slots]
+
     def _submit(self, groups: Sequence[FlatGroup]) -> None:
         runtime, optimizer = self._runtime, self._optimizer
         if optimizer is None:
@@ -345,13 +355,12 @@ class Updates:
         self.refuse_edited(groups)
         runtime.gatherer.drop_ahead(groups)
         runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
+        # All of them first: one that is refused must not leave a gradient that nobody holds.
+        settings = [self._hypers_of(optimizer, group) for group in groups]
         updates = []
-        for group in groups:
+        for group, hypers in zip(groups, settings, strict=True):
             gradient = runtime.sink.take(group)
             state = runtime.states[group.index]
-            hypers = [
-                optimizer.hyper_of(group, slot) if there else None for slot, there in enumerate(gradient.present)
-            ]
             if not any(hyper is not None for hyper in hypers):
                 gradient.release()
                 continue

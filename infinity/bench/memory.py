@@ -99,7 +99,7 @@ def _works(threads: int, closing: ExitStack) -> Iterator[tuple[str, int, str, Pa
     if torch.cuda.is_available():
         for name, to_device in (("host to device", True), ("device to host", False)):
             yield name, 1, "bytes/s", _link_copy(to_device=to_device)
-    for precision in Precision:
+    for precision in (Precision.FP32, Precision.BF16):
         for count in dict.fromkeys((1, threads)):
             yield f"AdamW {precision.value}", count, "parameters/s", _update(precision, count, closing)
 

@@ -6,9 +6,9 @@
     extra.pt                   what the caller gave as `extra`
 
 [Note: checkpoint by name] Nothing in it depends on budgets, placement, chunks, schedule or precision of the run that
-saved it. A parameter that trains is stored as its fp32 master under `parameter/<name>`, with the moments
-`exp_avg/<name>` and `exp_avg_sq/<name>` in fp32 unless they are zero because it was never updated; a frozen one is
-stored in the dtype of its shard.
+saved it. A parameter that trains is stored as its fp32 master under `parameter/<name>`, with the optimizer's moments
+(for AdamW `exp_avg/<name>` and `exp_avg_sq/<name>`) in fp32 unless it was never updated; a frozen one is stored in the
+dtype of its shard.
 
 Every tensor and every small file has a checksum in `checkpoint.json`, which has one of itself.
 """
@@ -31,7 +31,6 @@ INDEX_FILE = "checkpoint.json"
 BUFFERS_FILE = "buffers.safetensors"
 EXTRA_FILE = "extra.pt"
 PARAMETER = "parameter"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _KIND = "infinity checkpoint"
 
 

@@ -8,14 +8,14 @@ rounds when that is the narrower one, as when the model was offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from infinity.checkpoint.format import MOMENTS, PARAMETER, Index, ParameterEntry, damaged, read_index, tensor_key
+from infinity.checkpoint.format import PARAMETER, Index, ParameterEntry, damaged, read_index, tensor_key
 from infinity.checkpoint.parts import (
     check_buffers,
     check_files,
@@ -69,7 +69,7 @@ def _check(
     wanted = {slot.name: (group, slot) for group in runtime.groups for slot in group.layout.slots}
     _check_names(folder, wanted.keys(), index)
     for name, (group, slot) in wanted.items():
-        _check_parameter(folder, group, slot, index.parameters[name])
+        _check_parameter(folder, group, slot, index.parameters[name], runtime.kernel.moments)
     check_files(folder, index)
     check_buffers(runtime.model, folder, index)
     _check_tensors(folder, index)
@@ -88,7 +88,9 @@ def _check_names(folder: Path, wanted: Iterable[str], index: Index) -> None:
         raise CheckpointError(f"{folder} belongs to another model: {details}; build the model it was saved from")
 
 
-def _check_parameter(folder: Path, group: FlatGroup, slot: Slot, entry: ParameterEntry) -> None:
+def _check_parameter(
+    folder: Path, group: FlatGroup, slot: Slot, entry: ParameterEntry, moments: Sequence[str]
+) -> None:
     if entry.shape != slot.shape:
         raise CheckpointError(
             f"{folder} belongs to another model: {slot.name!r} has shape {entry.shape} there and {slot.shape} here; "
@@ -99,6 +101,12 @@ def _check_parameter(folder: Path, group: FlatGroup, slot: Slot, entry: Paramete
         raise CheckpointError(
             f"{folder}: {slot.name!r} is {entry.dtype} there and {group.shard_dtype} here, and only floating-point "
             "numbers are converted; build the model it was saved from"
+        )
+    kinds = {PARAMETER, *moments} if entry.step else {PARAMETER}
+    if entry.checksums.keys() != kinds and group.trainable:
+        raise CheckpointError(
+            f"{folder} has {listed(sorted(entry.checksums.keys() - {PARAMETER})) or 'no state'} of {slot.name!r}, but "
+            f"the optimizer here keeps {listed(moments) or 'none'}; build the optimizer that it was saved with"
         )
     if entry.step and not group.trainable:
         raise CheckpointError(
@@ -200,29 +208,32 @@ def _load_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, source: _Sourc
     steps = [source.entry(slot.name).step for slot in group.layout.slots]
     for span in tiers.spans(group):
         values = tiers.blank(span)
-        _fill(values, steps, source)
+        _fill(values, runtime.kernel.moments, steps, source)
         if span.record is not None:
             # State that is zero need not be written: records are born zero. Low halves are rarely all zero.
             used = any(steps[piece.slot] for piece in span.record.chunk.pieces)
-            span.record.is_initialised = used or "low" in values.state
+            completes_master = len(runtime.kernel.fields) > len(runtime.kernel.moments)
+            span.record.is_initialised = used or completes_master
         tiers.write(values, state=span.record is not None and span.record.is_initialised)
     if state is not None:
         state.steps[:] = steps
 
 
-def _fill(values: Values, steps: list[int], source: _Source) -> None:
+def _fill(values: Values, moments: Sequence[str], steps: list[int], source: _Source) -> None:
     span: Span = values.span
-    low = values.state.get("low")
+    low, whole = values.state.get("low"), values.state.get("master")
     # See [Note: precisions meet in the master].
-    master = values.param if low is None else torch.zeros(span.numel)
+    master = whole if whole is not None else values.param if low is None else torch.zeros(span.numel)
     with torch.no_grad():
         for number, first, last, start in span.pieces():
             slot = span.group.layout.slots[number]
             source.read(PARAMETER, slot, start, master[first:last])
             if steps[number]:
-                for moment in MOMENTS:
+                for moment in moments:
                     source.read(moment, slot, start, values.state[moment][first:last])
         if low is not None:
             high, rest = split_master(master)
             values.param.copy_(high)
             low.copy_(rest)
+        if whole is not None:
+            values.param.copy_(whole)

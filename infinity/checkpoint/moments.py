@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.checkpoint.format import MOMENTS
 from infinity.checkpoint.tiers import Tiers
 from infinity.runtime import Runtime
 from infinity.updates import Updates
@@ -34,10 +33,11 @@ def read_states(runtime: Runtime, updates: Updates) -> SlotStates:
     updates.raise_failure()
     updates.settle("reading the optimizer's state")
     found: SlotStates = {}
+    names = runtime.kernel.moments
     for index, state in runtime.states.items():
         for number, (slot, step) in enumerate(zip(state.group.layout.slots, state.steps, strict=True)):
             if step:
-                found[index, number] = SlotState(step, {moment: torch.empty(slot.shape) for moment in MOMENTS})
+                found[index, number] = SlotState(step, {moment: torch.empty(slot.shape) for moment in names})
     with Tiers(runtime) as tiers:
         for index, state in runtime.states.items():
             for span in tiers.spans(state.group):
@@ -63,7 +63,7 @@ def write_states(runtime: Runtime, updates: Updates, states: SlotStates) -> None
             for span in tiers.spans(state.group):
                 # The rest of the record, the low halves of the master, belongs to the parameters and stays.
                 values = tiers.read(span, param=False)
-                for moment in MOMENTS:
+                for moment in runtime.kernel.moments:
                     values.state[moment].zero_()
                 for number, first, last, start in span.pieces():
                     new = slots[number]

@@ -13,7 +13,6 @@ from infinity.checkpoint.format import (
     BUFFERS_FILE,
     EXTRA_FILE,
     INDEX_FILE,
-    MOMENTS,
     PARAMETER,
     Index,
     ParameterEntry,
@@ -66,13 +65,14 @@ def save_checkpoint(
 def _save_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, path: Path) -> dict[str, ParameterEntry]:
     """Stream one group into its file; what the index says about its parameters."""
     state = runtime.states.get(group.index)
+    moments = runtime.kernel.moments
     steps = state.steps if state is not None else [0] * len(group.layout.slots)
     dtype = torch.float32 if group.trainable else group.shard_dtype
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for slot, step in zip(group.layout.slots, steps, strict=True):
         tensors[tensor_key(PARAMETER, slot.name)] = dtype, slot.shape
         if step:
-            tensors |= {tensor_key(moment, slot.name): (torch.float32, slot.shape) for moment in MOMENTS}
+            tensors |= {tensor_key(moment, slot.name): (torch.float32, slot.shape) for moment in moments}
     with TensorFileWriter(path, tensors) as file:
         for span in tiers.spans(group):
             values = tiers.read(span)
@@ -81,12 +81,12 @@ def _save_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, path: Path) ->
                 name = group.layout.slots[number].name
                 file.append(tensor_key(PARAMETER, name), master[first:last])
                 if steps[number]:
-                    for moment in MOMENTS:
+                    for moment in moments:
                         file.append(tensor_key(moment, name), values.state[moment][first:last])
         checksums = file.finish()
     entries = {}
     for slot, step in zip(group.layout.slots, steps, strict=True):
-        kinds = (PARAMETER, *MOMENTS) if step else (PARAMETER,)
+        kinds = (PARAMETER, *moments) if step else (PARAMETER,)
         entries[slot.name] = ParameterEntry(
             file=path.name,
             shape=slot.shape,
@@ -100,5 +100,7 @@ def _save_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, path: Path) ->
 
 def master_of(values: Values) -> torch.Tensor:
     """The parameters of a span as they are stored in checkpoints: the fp32 master of what trains."""
-    low = values.state.get("low")
+    low, whole = values.state.get("low"), values.state.get("master")
+    if whole is not None:
+        return whole
     return values.param if low is None else join_master(values.param, low)

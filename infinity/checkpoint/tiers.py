@@ -110,23 +110,24 @@ class Tiers:
             yield from _cut(group, record.chunk.start, record.chunk.stop, self._numel, record)
 
     def read(self, span: Span, *, param: bool = True) -> Values:
-        """The present values; valid until the next span. State that was never updated is zero.
+        """The present values; valid until the next span. State that was never updated is as the kernel begins it.
 
         Args:
             param: read the parameters too; else their bytes are undefined where they are not in place.
         """
         values = self._values(span)
         is_born = span.record is not None and span.record.is_initialised
+        wanted = {"state": is_born, "param": param or (not is_born and "master" in values.state)}
         tickets = []
         for part in values._parts:
-            if part.kind == "state" and not is_born:
-                part.tensor.zero_()
-            elif part.swapped is not None and (param or part.kind == "state"):
+            if part.swapped is not None and wanted[part.kind]:
                 at, tag = part.swapped, TrafficTag(part.kind, CHECKPOINT_STEP)
                 tickets.append(
                     self._store.submit_read(at.key, at.memory, offset=at.offset, priority=Priority.DEMAND, tag=tag)
                 )
         self._wait(tickets, StallCause.NVME_READ)
+        if span.record is not None and not is_born:
+            self._runtime.kernel.begin(values.param, list(values.state.values()))
         return values
 
     def blank(self, span: Span) -> Values:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.cli.sizing import comfortable_budgets, minima_of
-from infinity.config import Config, DeviceKind, Schedule
+from infinity.config import Config, DeviceKind, Precision, Schedule
 from infinity.errors import ConfigError
 from infinity.models.gpt import GptShape
 from infinity.models.presets import PRESETS, Preset
@@ -164,7 +164,13 @@ def _engine_config(options: TrainOptions) -> Config:
         given = {key: value for key, value in section.items() if value is not None}
         if given:
             changes[name] = given
-    return config.with_(**changes) if changes else config
+    config = config.with_(**changes) if changes else config
+    if config.precision is Precision.FP16:
+        raise ConfigError(
+            "precision 'fp16' needs a loss scale, which the loop of `infinity train` does not have; allowed: 'bf16', "
+            "'fp32'. In a loop of your own use infinity.GradScaler"
+        )
+    return config
 
 
 def _choose_schedule(config: Config, options: TrainOptions) -> tuple[Config, str]:

@@ -126,6 +126,8 @@ class CudaDevice(BudgetedDevice):
         return 2 * _LANDING_NBYTES
 
     def compute_dtype(self, precision: Precision) -> torch.dtype:
+        if precision is Precision.FP16:
+            return torch.float16
         with torch.cuda.device(self._index):
             is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if precision is Precision.BF16 and is_fast else torch.float32

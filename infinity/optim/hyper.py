@@ -16,10 +16,37 @@ With every cut on a multiple of all vector widths, the tail of a parameter is th
 
 
 @dataclass(frozen=True, slots=True)
-class AdamWHyper:
-    """Hyperparameters of one parameter group, named as in `torch.optim.AdamW`."""
+class Hyper:
+    """Hyperparameters of one parameter group, named as in torch's optimizer."""
 
     lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class SgdHyper(Hyper):
+    """Of `torch.optim.SGD`."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LionHyper(Hyper):
+    """Of Lion."""
+
+    beta1: float
+    beta2: float
+    weight_decay: float
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWHyper(Hyper):
+    """Of `torch.optim.AdamW` and `torch.optim.Adam`."""
+
     beta1: float
     beta2: float
     eps: float
@@ -46,7 +73,7 @@ class Piece:
     start: int
     stop: int
     step: int
-    hyper: AdamWHyper
+    hyper: Hyper
 
 
 class Kernel(Protocol):
@@ -54,14 +81,24 @@ class Kernel(Protocol):
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """The dtype of the stored parameter shard: fp32, or bf16 (the high half of the split master)."""
+        """The dtype of the stored parameter shard: fp32, bf16 (the high half of the split master) or fp16."""
 
     @property
     def fields(self) -> tuple[StateField, ...]:
-        """The parts of the state record, in order."""
+        """The parts of the state record, in order: what completes the master, then the moments."""
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The names of those fields that are the optimizer's own, all fp32."""
 
     def warm_up(self) -> None:
         """Compile or load what the first update would otherwise wait for."""
+
+    def begin(self, param: Tensor, state: Sequence[Tensor]) -> None:
+        """Fill the state of parameters that were never updated; `param` is of `param_dtype`."""
+
+    def edited(self, param: Tensor, state: Sequence[Tensor], changed: Tensor) -> None:
+        """Parameters were changed from outside where `changed` (bool) says: their master is the new value."""
 
     def update(
         self, param: Tensor, grad: Tensor, state: Sequence[Tensor], pieces: Sequence[Piece], grad_scale: Tensor | None

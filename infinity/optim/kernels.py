@@ -1,18 +1,55 @@
-"""Optimizer kernels by precision."""
+"""Optimizer kernels by precision and optimizer."""
 
-from infinity.config import Precision
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from infinity.config import OptimizerKind, Precision
+from infinity.optim.forms import SeparateMaster, SplitMaster, WholeMaster
 from infinity.optim.hyper import AdamWHyper, Kernel, Piece, StateField
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels_bf16 import SplitMasterAdamW
-from infinity.optim.kernels_fp32 import FusedAdamW
+from infinity.optim.rules import AdamRule, AdamWRule, LionRule, MomentumRule, Rule, SgdRule
 
 __all__ = ["AdamWHyper", "Kernel", "KernelThreads", "Piece", "StateField", "kernel_for"]
 
 
-def kernel_for(precision: Precision, threads: KernelThreads | None = None) -> Kernel:
-    """The AdamW kernel of a precision. `threads` stay the caller's; fp32 has torch's own and does without."""
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One optimizer.
+
+    Attributes:
+        called: in messages.
+        rule: makes its rule.
+        counts_steps: whether torch's optimizer keeps a step count per parameter.
+        bf16: a kernel of its own for bf16, where there is one.
+    """
+
+    called: str
+    rule: Callable[[], Rule]
+    counts_steps: bool = False
+    bf16: Callable[[KernelThreads | None], Kernel] | None = None
+
+
+ALGORITHMS: Mapping[OptimizerKind, Algorithm] = {
+    OptimizerKind.ADAMW: Algorithm("an AdamW", AdamWRule, counts_steps=True, bf16=SplitMasterAdamW),
+    OptimizerKind.ADAM: Algorithm("an Adam", AdamRule, counts_steps=True),
+    OptimizerKind.SGD: Algorithm("an SGD without momentum", SgdRule),
+    OptimizerKind.SGD_MOMENTUM: Algorithm("an SGD with momentum", MomentumRule),
+    OptimizerKind.LION: Algorithm("a Lion", LionRule),
+}
+
+
+def kernel_for(
+    precision: Precision, threads: KernelThreads | None = None, optimizer: OptimizerKind = OptimizerKind.ADAMW
+) -> Kernel:
+    """The kernel of a precision and an optimizer. `threads` stay the caller's; torch's own operations do without."""
+    algorithm = ALGORITHMS[optimizer]
     match precision:
         case Precision.FP32:
-            return FusedAdamW()
+            return WholeMaster(algorithm.rule())
         case Precision.BF16:
-            return SplitMasterAdamW(threads)
+            return algorithm.bf16(threads) if algorithm.bf16 is not None else SplitMaster(algorithm.rule())
+        case Precision.FP16:
+            return SeparateMaster(algorithm.rule())

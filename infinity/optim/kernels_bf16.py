@@ -9,28 +9,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from infinity.optim.hyper import CUT_NUMEL, AdamWHyper, Piece, StateField, check_update
+from infinity.optim.forms import SplitMaster
+from infinity.optim.hyper import CUT_NUMEL, AdamWHyper, Hyper, Piece, check_update
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.onepass import COEFFICIENTS, compiled_update
+from infinity.optim.rules import AdamWRule
 
 _LEAST_NUMEL_PER_THREAD = 1 << 17  # a hop to another thread costs about as much as this many elements
 
 
-class SplitMasterAdamW:
+class SplitMasterAdamW(SplitMaster):
     """`Kernel` for bf16: reads gradient, both halves and both moments once and writes all but the gradient back.
 
     `threads` stays the caller's; without it all work is done on the calling thread. The bits do not depend on it. The
     payload of NaNs in the moments is not specified.
     """
 
-    param_dtype = torch.bfloat16
-    fields = (
-        StateField("low", torch.int16),
-        StateField("exp_avg", torch.float32),
-        StateField("exp_avg_sq", torch.float32),
-    )
-
     def __init__(self, threads: KernelThreads | None = None) -> None:
+        super().__init__(AdamWRule())
         self._threads = threads
 
     def warm_up(self) -> None:
@@ -74,8 +70,10 @@ def _coefficients(pieces: Sequence[Piece], scale: float) -> npt.NDArray[np.float
     return table.reshape(-1, len(COEFFICIENTS))
 
 
-def _row(hyper: AdamWHyper, step: int, scale: float) -> tuple[float, ...]:
+def _row(hyper: Hyper, step: int, scale: float) -> tuple[float, ...]:
     """One row of the table: computed in double precision, rounded to fp32 once, as torch's fused kernel does."""
+    if not isinstance(hyper, AdamWHyper):
+        raise TypeError(f"AdamWHyper is needed, got {type(hyper).__name__}")
     lerp_weight = float(np.float32(1 - hyper.beta1))
     lerp_from_grad = lerp_weight >= 0.5  # torch's lerp: exact at both ends
     return (

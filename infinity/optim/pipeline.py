@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from infinity.gradients import GroupGradient
-from infinity.optim.hyper import AdamWHyper, Kernel, Piece
+from infinity.optim.hyper import Hyper, Kernel, Piece
 from infinity.optim.records import GroupState, Record
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
@@ -58,7 +58,7 @@ class GroupUpdate:
     state: GroupState
     copy: HostCopy
     gradient: GroupGradient
-    hypers: Sequence[AdamWHyper | None]
+    hypers: Sequence[Hyper | None]
     steps: Sequence[int]
     grad_scales: Sequence[torch.Tensor | None]
     step: int
@@ -111,6 +111,10 @@ class UpdatePipeline:
         self._link_timeout_s = link_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
         self.chunks_done = 0
+
+    def use(self, kernel: Kernel) -> None:
+        """Take another kernel; only while nothing is being updated."""
+        self._kernel = kernel
 
     def submit(self, updates: Sequence[GroupUpdate]) -> None:
         """Start updates (a message from the training thread). Their tickets tell how they end."""
@@ -185,9 +189,7 @@ class UpdatePipeline:
         tickets = []
         if store is not None and buffers.has_record and record.is_initialised:
             tag = TrafficTag("state", update.step)
-            tickets.append(
-                store.submit_read(record.key, buffers.record, tag=tag, payload_nbytes=record.payload_nbytes)
-            )
+            tickets.append(store.submit_read(record.key, buffers.record, tag=tag, payload_nbytes=record.payload_nbytes))
         if store is not None and buffers.has_param:
             size = group.shard_dtype.itemsize
             tickets.append(
@@ -211,9 +213,6 @@ class UpdatePipeline:
         record, chunk, group = run.record, run.record.chunk, update.state.group
         memory = record.lease.memory if record.lease is not None else buffers.record
         state = record.views(memory)
-        if not record.is_initialised:
-            for tensor in state:
-                tensor.zero_()
         if buffers.has_param:
             param = torch.frombuffer(buffers.param, dtype=group.shard_dtype, count=chunk.numel)
         else:
@@ -222,6 +221,8 @@ class UpdatePipeline:
             grad = torch.frombuffer(buffers.grad, dtype=torch.float32, count=chunk.numel)
         else:
             grad = update.gradient.tensor[chunk.start : chunk.stop]
+        if not record.is_initialised:
+            self._kernel.begin(param, state)
         for part in run.parts:
             self._kernel.update(param, grad, state, part.pieces, part.grad_scale)
         self.chunks_done += 1
@@ -306,7 +307,7 @@ class _ChunkBuffers:
 
     def __init__(self, update: GroupUpdate, record: Record, copy: HostCopy | None) -> None:
         numel = record.chunk.numel
-        self.has_record = record.lease is None
+        self.has_record = record.lease is None and record.nbytes > 0
         self.has_param = copy is None
         self.has_grad = update.gradient.is_spilled
         self._record_nbytes = record.nbytes if self.has_record else 0

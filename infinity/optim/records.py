@@ -16,6 +16,7 @@ from infinity.groups import FlatGroup
 from infinity.layout import Chunk
 from infinity.optim.hyper import StateField
 from storage.pool import Lease
+from storage.store import ShardStore
 
 
 def record_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
@@ -54,6 +55,13 @@ class Record:
             tensors.append(torch.frombuffer(memory, dtype=f.dtype, offset=offset, count=self.chunk.numel))
             offset += self.chunk.numel * f.dtype.itemsize
         return tensors
+
+
+def create_records(store: ShardStore, state: GroupState) -> None:
+    """Make room for a group's records in the swap files; an optimizer without state has none."""
+    for record in state.records:
+        if record.nbytes:
+            store.create(record.key, record.nbytes)
 
 
 @dataclass(slots=True, eq=False)

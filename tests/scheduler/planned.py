@@ -41,9 +41,17 @@ class AddingKernel:
 
     param_dtype = torch.float32
     fields = FIELDS
+    moments = tuple(field.name for field in FIELDS)
 
     def warm_up(self) -> None:
         """Nothing to compile."""
+
+    def begin(self, param: torch.Tensor, state: Sequence[torch.Tensor]) -> None:
+        for tensor in state:
+            tensor.zero_()
+
+    def edited(self, param: torch.Tensor, state: Sequence[torch.Tensor], changed: torch.Tensor) -> None:
+        """Nothing completes the parameter."""
 
     def update(
         self,

@@ -38,12 +38,20 @@ class CountingKernel:
 
     param_dtype = torch.float32
     fields = (StateField("count", torch.float32),)
+    moments = ("count",)
 
     def __init__(self, on_compute: Callable[[], None]) -> None:
         self._on_compute = on_compute
 
     def warm_up(self) -> None:
         """Nothing to compile."""
+
+    def begin(self, param: torch.Tensor, state: Sequence[torch.Tensor]) -> None:
+        for tensor in state:
+            tensor.zero_()
+
+    def edited(self, param: torch.Tensor, state: Sequence[torch.Tensor], changed: torch.Tensor) -> None:
+        """Nothing completes the parameter."""
 
     def update(
         self,

@@ -1,0 +1,186 @@
+"""What the optimizers share: torch optimizers whose state lies in the tiers of an engine."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, overload
+
+import torch
+
+from infinity.config import OptimizerKind
+from infinity.engine import Engine
+from infinity.errors import ConfigError
+from infinity.groups import FlatGroup
+from infinity.optim.hyper import Hyper
+from infinity.optim.torch_state import states_of, torch_state
+from infinity.released import ref_of
+from infinity.updates import slots_of
+
+Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers over the parameters of an offloaded model.
+
+    Args:
+        params: parameters of one offloaded model, or parameter groups of them.
+        defaults: settings of groups that do not give their own.
+        max_grad_norm: clip the total gradient norm in every step, exactly as `torch.nn.utils.clip_grad_norm_`.
+
+    Raises:
+        ConfigError: a value out of range, a parameter that is not offloaded, or a schedule that cannot clip.
+    """
+
+    def __init__(self, params: Params, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be greater than 0, or None not to clip")
+        self._max_grad_norm = max_grad_norm
+        self._places: dict[tuple[int, int], dict[str, Any]] = {}
+        self._engine: Engine | None = None
+        super().__init__(params, defaults)
+        if self._engine is not None:
+            self._engine.attach_optimizer(self)
+
+    @property
+    @abstractmethod
+    def kind(self) -> OptimizerKind:
+        """Which state it needs."""
+
+    @abstractmethod
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Refuse settings of a parameter group that are out of range. Raises ConfigError."""
+
+    @abstractmethod
+    def hyper_from(self, settings: Mapping[str, Any]) -> Hyper:
+        """The hyperparameters in the settings of a parameter group."""
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._max_grad_norm
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """Total norm of the gradients, before clipping, as last computed; None when nothing asked for it."""
+        return self._engine.last_grad_norm if self._engine is not None else None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        if added.get("amsgrad"):
+            raise ConfigError(f"a parameter group has amsgrad=True, which infinity.{type(self).__name__} does not have")
+        self.check_settings(added)
+        parameters = added["params"]
+        refs = [ref_of(parameter) for parameter in parameters]
+        for group, slot in slots_of(parameters, refs):
+            self._places[group.index, slot] = added
+        for ref in refs:
+            if ref is None or not isinstance(ref.access, Engine):
+                raise ConfigError("the parameters belong to an engine that is closed")
+            if self._engine is not None and ref.access is not self._engine:
+                raise ConfigError("the parameters belong to several engines; build one optimizer per engine")
+            self._engine = ref.access
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of torch's optimizer, which can load it: the state of every parameter by its index.
+
+        Reads all moments into memory, 4 bytes each per parameter that trains. `engine.save()` streams them instead.
+        """
+        states = self._engine.read_optimizer_state() if self._engine is not None else {}
+        # torch makes indices of the parameters in `self.state`, empty at other times: the engine has the state.
+        try:
+            parameters = [parameter for param_group in self.param_groups for parameter in param_group["params"]]
+            for parameter, (group, slot) in zip(parameters, self.slots(), strict=True):
+                found = states.get((group.index, slot))
+                if found is not None:
+                    self.state[parameter] = torch_state(self.kind, found)
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` of this class or of its counterpart in torch gave; everything is checked first.
+
+        Parameters that it has no state for start as new. Hooks for loading see the parameter groups only.
+
+        Raises:
+            ConfigError: it has other parameter groups, is of another optimizer, or of parameters of other shapes.
+        """
+        slots = [slots_of(params, [ref_of(p) for p in params]) for params in (g["params"] for g in self.param_groups)]
+        states = states_of(state_dict, slots, self.kind)
+        if self._engine is not None:
+            self._engine.write_optimizer_state(states)
+        # torch would keep the moments in memory, converted to the dtype in which the parameters compute.
+        super().load_state_dict({**state_dict, "state": {}})
+        for param_group, mine in zip(self.param_groups, slots, strict=True):
+            for name, value in self.defaults.items():
+                param_group.setdefault(name, value)
+            self._places.update({(group.index, slot): param_group for group, slot in mine})
+
+    def hyper_of(self, group: FlatGroup, slot: int) -> Hyper | None:
+        """The hyperparameters of one slot as they are now."""
+        settings = self._places.get((group.index, slot))
+        return None if settings is None else self.hyper_from(settings)
+
+    def slots(self) -> Iterable[tuple[FlatGroup, int]]:
+        """Every slot, in the order of the parameter groups."""
+        for param_group in self.param_groups:
+            parameters = param_group["params"]
+            yield from slots_of(parameters, [ref_of(p) for p in parameters])
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One optimizer step.
+
+        Raises:
+            IterationError: an earlier failure left parameters of two different steps.
+            StorageError: a transfer failed or is stuck.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._engine is not None:
+            self._engine.step(self)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. They are never kept as zeros, whatever `set_to_none` says."""
+        if self._engine is not None:
+            self._engine.discard_gradients()
+
+
+def refuse_outside(settings: Mapping[str, Any], *checks: tuple[str, bool, str]) -> None:
+    """Raise ConfigError for the first check (name of the setting, whether it is right, what is allowed) that fails."""
+    for name, is_right, allowed in checks:
+        if not is_right:
+            raise ConfigError(f"{name} is {settings.get(name)}; it must be {allowed}")
+
+
+def refuse_betas(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless both betas lie in [0, 1)."""
+    for number, beta in enumerate(settings["betas"]):
+        if not 0 <= beta < 1:
+            raise ConfigError(f"betas[{number}] is {beta}; it must be at least 0 and less than 1")
+
+
+def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip the total norm of the gradients of offloaded parameters; exact, applied by the next `step()`.
+
+    Args:
+        parameters: parameters of one offloaded model, in the order in which the norm is to be reduced.
+        max_norm: the largest norm allowed.
+
+    Returns:
+        The total norm before clipping (0-dim fp32), as `torch.nn.utils.clip_grad_norm_` computes it.
+    """
+    chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    refs = [ref_of(parameter) for parameter in chosen]
+    slots = slots_of(chosen, refs)
+    engine = next((ref.access for ref in refs if ref is not None), None)
+    if not isinstance(engine, Engine):
+        raise ConfigError("clip_grad_norm_ was given no parameter of an offloaded model")
+    return engine.clip(slots, max_norm)
