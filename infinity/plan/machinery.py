@@ -37,11 +37,18 @@ class _Kernel:
     def __init__(self, parts: Machinery, scenario: Scenario) -> None:
         self.param_dtype = next((g.shard_dtype for g in scenario.groups if g.trainable), torch.float32)
         self.fields = scenario.fields
+        self.moments = tuple(field.name for field in scenario.fields if field.dtype is torch.float32)
         self._parts = parts
         self._speeds = scenario.speeds
 
     def warm_up(self) -> None:
         """Nothing to compile."""
+
+    def begin(self, param: torch.Tensor, state: Sequence[torch.Tensor]) -> None:
+        """The memory is made up."""
+
+    def edited(self, param: torch.Tensor, state: Sequence[torch.Tensor], changed: torch.Tensor) -> None:
+        """Nobody edits parameters in a simulation."""
 
     def update(
         self,
