@@ -200,10 +200,16 @@ class Check:
         """
         for number in range(start // BLOCK_NBYTES, -(-stop // BLOCK_NBYTES)):
             block_start, block_stop = self._owner.bounds(number)
+            if self.op is Op.WRITE:
+                # What is written does not change meanwhile, so one of a block's parts can speak for all of it: the
+                # first. Parts may move twice, when a write that failed is repeated on another drive.
+                if start <= max(block_start, self.start):
+                    self._note(number)
+                continue
             is_whole = start <= block_start and block_stop <= stop
             part_nbytes = min(stop, block_stop) - max(start, block_start)
             if is_whole or self._is_last_part(number, part_nbytes):
-                (self._note if self.op is Op.WRITE else self._verify)(number, place)
+                self._verify(number, place)
 
     def settle(self, cut: Cut, content: memoryview, place: Place) -> None:
         """A cut span was read back.
@@ -251,7 +257,7 @@ class Check:
     def _hash(self, start: int, stop: int) -> int:
         return xxhash.xxh3_64_intdigest(self._memory[start - self.start : stop - self.start])
 
-    def _note(self, number: int, place: Place) -> None:
+    def _note(self, number: int) -> None:
         spans = self.spans.get(number)
         if spans is None:
             self._owner.digests[number] = self._hash(*self._owner.bounds(number))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from storage.checksums import Check
 from storage.stripes import Piece
-from storage.types import Op, Priority, Ticket, TrafficTag
+from storage.types import Extent, Op, Priority, Ticket, TrafficTag
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +26,10 @@ class Operation:
     tag: TrafficTag
     payload_nbytes: int
     ticket: Ticket
-    pieces: Sequence[Piece] = ()  # where the bytes of its key lie, as of its submission
+    pieces: Sequence[Piece] = ()  # where the bytes of its key lie; empty until it may start
     old_pieces: Sequence[Piece] = ()  # where they lay before it
+    left: list[Extent] = field(default_factory=list)  # what it moves its bytes away from
+    refused_by: set[int] = field(default_factory=set)  # drives that did not take a part of it
     check: Check | None = None
     started_s: float = 0.0  # when it was handed to the backends, on the performance counter
     held_by: int = 0
@@ -36,6 +38,10 @@ class Operation:
     @property
     def stop(self) -> int:
         return self.start + len(self.memory)
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """The memory of bytes `start` to `stop` of the key."""
+        return self.memory[start - self.start : stop - self.start]
 
     def conflicts(self, other: Operation) -> bool:
         """Whether their order matters."""

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.align import PAGE_NBYTES, align_up, is_aligned
+from storage.align import PAGE_NBYTES, is_aligned
 from storage.backends.cost import IoCost
+from storage.backends.system import without_frames
 from storage.checksums import READ_BACK_KIND, Checksum, KeyChecksums
-from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
-from storage.errors import ClosedError, SwapFullError
+from storage.drives import StorageOptions, WrapBackend, open_drive
+from storage.errors import ClosedError
 from storage.ordering import Operation
+from storage.reserve import check_arguments, reserve
+from storage.space import DriveReport, Space
 from storage.stats import IoStats
-from storage.stripes import Piece, share_sizes
-from storage.transfer import StoredKey, start_transfer
-from storage.types import Extent, Op, Priority, Ticket, TrafficTag
+from storage.transfer import FailedPart, StoredKey, Transfers
+from storage.types import Op, Priority, Ticket, TrafficTag
 
 __all__ = ["ShardStore", "StorageOptions"]
-
-_SHARE_NBYTES = 1 << 16  # a drive's share of the capacity is a multiple of this
 
 
 class ShardStore:
@@ -34,14 +34,18 @@ class ShardStore:
     Overlapping operations on a key, of which one is a write, run in the order they were submitted. A write that fails
     fails its ticket, and every later read of the same bytes, until they are overwritten successfully. A read of bytes
     that are not what was written fails with IntegrityError.
+
+    Keys are spread over the drives by speed, and may lie elsewhere after every write (see `space`). What a drive does
+    not take goes to the others; a write fails only when no drive takes it.
     """
 
-    def __init__(self, drives: Sequence[Drive], closing: ExitStack, *, checksum: Checksum = Checksum.XXH3) -> None:
-        self._drives = tuple(drives)
+    def __init__(self, space: Space, closing: ExitStack, *, checksum: Checksum = Checksum.XXH3) -> None:
+        self._space = space
+        self._drives = space.drives
+        self._transfers = Transfers(space.drives, space.meters, self._respill)
         self._closing = closing
         self._checksum = checksum
         self._keys: dict[str, StoredKey] = {}
-        self._next_drive = 0
         self._in_flight: dict[Operation, None] = {}  # in submission order
         self._is_closed = False
         self._lock = threading.Lock()
@@ -56,6 +60,7 @@ class ShardStore:
         run_name: str = "infinity",
         rank: int = 0,
         options: StorageOptions | None = None,
+        speeds: Sequence[float] | None = None,
         wrap_backend: WrapBackend | None = None,
     ) -> ShardStore:
         """Make one swap file per directory, in a private run folder that `close` (or the process's exit) removes.
@@ -66,24 +71,21 @@ class ShardStore:
                 longer, as long as the disks have room.
             run_name: noted in the run folder, for people.
             rank: part of the swap file's name.
+            speeds: of the drives, in any unit, until they are measured; equal by default.
             wrap_backend: wraps each backend, for example with `storage.backends.faulty`.
 
         Raises:
-            SwapFullError: too little space; nothing is left behind.
+            SwapFullError: too little space on all drives together; nothing is left behind.
             StorageError: a directory cannot be used, or cannot do what `options.engine` insists on.
-            ValueError: no path, or a negative capacity.
+            ValueError: no path, a negative capacity, or speeds that are not positive numbers, one per path.
         """
-        if not paths:
-            raise ValueError("a shard store needs at least one directory")
-        if capacity_nbytes < 0:
-            raise ValueError(f"a shard store of {capacity_nbytes} bytes was asked for; the capacity is not negative")
+        given = check_arguments(paths, capacity_nbytes, speeds)
         options = options or StorageOptions()
-        share_nbytes = align_up(-(-capacity_nbytes // len(paths)), _SHARE_NBYTES)
         with ExitStack() as closing:
             drives = [
                 open_drive(
                     Path(path),
-                    share_nbytes,
+                    0,
                     run_name=run_name,
                     rank=rank,
                     options=options,
@@ -92,7 +94,8 @@ class ShardStore:
                 )
                 for path in paths
             ]
-            return cls(drives, closing.pop_all(), checksum=Checksum(options.checksum))
+            reserve(drives, capacity_nbytes, given)
+            return cls(Space(drives, given), closing.pop_all(), checksum=Checksum(options.checksum))
 
     @property
     def progress(self) -> int:
@@ -106,8 +109,16 @@ class ShardStore:
 
     @property
     def engine_name(self) -> str:
-        """Which backend serves each directory, and why."""
-        return "; ".join(f"{d.backend.name} ({d.reason}) in {d.directory}" for d in self._drives)
+        """Which backend serves each directory, and why; and which directories take no new bytes."""
+        return "; ".join(
+            f"{drive.backend.name} ({drive.reason}) in {drive.directory}{self._space.health.describe(number)}"
+            for number, drive in enumerate(self._drives)
+        )
+
+    def drive_report(self) -> list[DriveReport]:
+        """What each drive has done and holds, and whether it takes new bytes."""
+        with self._lock:
+            return self._space.report()
 
     def create(self, key: str, nbytes: int) -> None:
         """Make room for a key; its content is undefined until it is written.
@@ -122,7 +133,7 @@ class ShardStore:
             self._check_open()
             if key in self._keys:
                 raise ValueError(f"key {key!r} exists already")
-            pieces = self._allocate_pieces(0, nbytes)
+            pieces = self._space.allocate(0, nbytes)
             self._keys[key] = StoredKey(nbytes, tuple(pieces), self._make_checksums(key, nbytes))
 
     def delete(self, key: str) -> None:
@@ -131,7 +142,7 @@ class ShardStore:
             entry = self._entry(key)
             if entry.order.operations:
                 raise ValueError(f"key {key!r} has transfers in flight and cannot be deleted")
-            self._free(entry.pieces)
+            self._space.free([piece.extent for piece in entry.pieces])
             del self._keys[key]
 
     def keys(self) -> list[str]:
@@ -232,31 +243,6 @@ class ShardStore:
     def _make_checksums(self, key: str, nbytes: int) -> KeyChecksums | None:
         return KeyChecksums(key, nbytes) if self._checksum is Checksum.XXH3 else None
 
-    def _allocate_pieces(self, start: int, nbytes: int) -> list[Piece]:
-        """Room for a span of a key, spread over the drives."""
-        pieces: list[Piece] = []
-        try:
-            for drive, size in share_sizes(nbytes, len(self._drives), self._next_drive):
-                pieces.append(Piece(start, Extent(drive, self._allocate(drive, size), size)))
-                start += size
-        except BaseException:
-            self._free(pieces)
-            raise
-        self._next_drive = (self._next_drive + len(pieces)) % len(self._drives)
-        return pieces
-
-    def _allocate(self, drive: int, nbytes: int) -> int:
-        file = self._drives[drive].file
-        try:
-            return file.extents.allocate(nbytes)
-        except SwapFullError:
-            file.grow(nbytes)
-            return file.extents.allocate(nbytes)
-
-    def _free(self, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            self._drives[piece.extent.drive].file.extents.free(piece.extent.offset)
-
     def _submit(
         self,
         op: Op,
@@ -276,7 +262,9 @@ class ShardStore:
             self._check_open()
             entry = self._entry(key)
             _check_span(key, entry.nbytes, offset, nbytes)
-            self._place(entry, operation)
+            if not entry.order.operations:
+                self._place(entry, operation)  # first, so that nothing has happened yet when there is no room
+            self._plan(entry, operation)
             may_start = entry.order.add(operation)
             self._in_flight[operation] = None
         if may_start:
@@ -286,11 +274,31 @@ class ShardStore:
                 drive.backend.promote(key)
         return ticket
 
-    def _place(self, entry: StoredKey, operation: Operation) -> None:
-        """Decide where an operation finds its bytes, and what it checks. Called in the order of submission."""
-        operation.old_pieces = operation.pieces = entry.pieces
+    def _plan(self, entry: StoredKey, operation: Operation) -> None:
+        """Decide what an operation checks. Called in the order of submission."""
         if entry.checksums is not None:
             operation.check = entry.checksums.plan(operation.op, operation.start, operation.memory)
+
+    def _place(self, entry: StoredKey, operation: Operation) -> None:
+        """Decide where an operation finds its bytes. Called when no other one that uses them is before it."""
+        operation.old_pieces = entry.pieces
+        if operation.op is Op.WRITE:
+            layout = self._space.place(entry.pieces, operation.start, operation.stop)
+            entry.pieces = layout.pieces
+            operation.left += layout.left
+        operation.pieces = entry.pieces
+
+    def _respill(self, operation: Operation, failed: Sequence[FailedPart]) -> None:
+        """Move parts of a write in flight that their drives did not take to others."""
+        with self._lock:
+            entry = self._entry(operation.key)
+            for part in failed:
+                self._space.health.note_failure(part.drive, part.error)
+                operation.refused_by.add(part.drive)
+            spans = [(part.start, part.stop) for part in failed]
+            layout = self._space.replace(entry.pieces, spans, operation.refused_by, failed[0].error)
+            operation.pieces = entry.pieces = layout.pieces
+            operation.left += layout.left
 
     def _start(self, entry: StoredKey, operation: Operation) -> None:
         """Start an operation that nothing holds; and, when it ends at once, those that it held, and so on."""
@@ -306,16 +314,24 @@ class ShardStore:
 
     def _hand_over(self, entry: StoredKey, operation: Operation) -> Ticket:
         """Give an operation's pieces to the backends; a ticket for all of them."""
-        label = operation.ticket.label
-        if operation.op is Op.READ and entry.order.lost:
-            with self._lock:
-                lost = entry.order.lost_in(operation.start, operation.stop)
-            if lost is not None:
-                failed = Ticket(label)
-                failed.set_exception(lost)
-                return failed
+        error = self._make_ready(entry, operation)
+        if error is not None:
+            failed = Ticket(operation.ticket.label)
+            failed.set_exception(error)
+            return failed
         operation.started_s = time.perf_counter()
-        return start_transfer(self._drives, operation)
+        return self._transfers.start(operation)
+
+    def _make_ready(self, entry: StoredKey, operation: Operation) -> BaseException | None:
+        """Find out where an operation's bytes are, and what it fails with if it must not start."""
+        with self._lock:
+            lost = entry.order.lost_in(operation.start, operation.stop) if operation.op is Op.READ else None
+            if lost is None and not operation.pieces:
+                try:
+                    self._place(entry, operation)
+                except Exception as error:  # the ticket carries it
+                    return without_frames(error)
+            return lost
 
     def _finish(self, entry: StoredKey, operation: Operation, error: BaseException | None) -> list[Operation]:
         """An operation has ended; those that may start now."""
@@ -329,6 +345,9 @@ class ShardStore:
         with self._lock:
             freed = entry.order.remove(operation, error)
             del self._in_flight[operation]
+            self._space.free(operation.left)
+            if operation.op is Op.WRITE and error is None:
+                self._space.note_written(operation.pieces, operation.start, operation.stop)
         if error is None:
             operation.ticket.set_done()
         else:

@@ -1,14 +1,11 @@
-"""One logical space over several drives: a key's bytes are cut into one piece per drive, in equal page multiples."""
+"""Where the bytes of a key lie: in pieces, each in one span of one drive's file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from storage.align import PAGE_NBYTES, align_up
 from storage.types import Extent
-
-_MIN_PIECE_NBYTES = 1 << 20  # smaller pieces cost more operations than a second drive gains
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +20,6 @@ class Piece:
         return self.start + self.extent.nbytes
 
 
-def share_sizes(nbytes: int, drives: int, first: int) -> list[tuple[int, int]]:
-    """How many bytes of a key go to which drive, as (drive, nbytes), in the order of the key's bytes.
-
-    Args:
-        nbytes: size of the key, a page multiple.
-        first: drive of the first piece; it rotates from key to key, so that small keys spread too.
-    """
-    count = max(1, min(drives, nbytes // _MIN_PIECE_NBYTES))
-    piece = align_up(-(-nbytes // count), PAGE_NBYTES)
-    shares = []
-    left = nbytes
-    for number in range(count):
-        size = min(piece, left)
-        if size:
-            shares.append(((first + number) % drives, size))
-        left -= size
-    return shares
-
-
 def overlap(pieces: Sequence[Piece], start: int, stop: int) -> list[tuple[Piece, int, int]]:
     """The parts of a key's span by piece, as (piece, start, stop) in bytes of the key."""
     return [
@@ -49,3 +27,14 @@ def overlap(pieces: Sequence[Piece], start: int, stop: int) -> list[tuple[Piece,
         for piece in pieces
         if piece.start < stop and start < piece.stop
     ]
+
+
+def join(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans (start, stop) in order, with those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined

@@ -112,6 +112,11 @@ class SwapFile:
             self.close()
             raise
 
+    @property
+    def room_nbytes(self) -> int:
+        """By how much the file could be made longer, as far as the file system tells."""
+        return max(0, shutil.disk_usage(self.path.parent).free - self._free_margin_nbytes)
+
     def grow(self, nbytes: int) -> None:
         """Make the file longer and reserve the space on disk.
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from storage.align import align_up
 from storage.checksums import Checksum
 from storage.drives import Drive, StorageOptions, WrapBackend
 from storage.durable import DurableFolder, open_durable_drive
@@ -23,36 +22,82 @@ from storage.errors import IntegrityError, IoTimeoutError, StorageError, WriteEr
 from storage.filesystems import sync_data
 from storage.manifest import MANIFEST_FILE, CommitPoint, KeyRecord, Manifest
 from storage.ordering import Operation
+from storage.reserve import check_arguments, reserve
+from storage.space import Space
 from storage.store import ShardStore
 from storage.stripes import Piece
 from storage.swapfile import make_directory_error
 from storage.transfer import StoredKey
 from storage.types import Extent, Op
 
-_SHARE_NBYTES = 1 << 16
+
+class VersionedSpace(Space):
+    """A Space in which what a generation refers to is neither overwritten nor given back before the next one.
+
+    Attributes:
+        retired: extents that only the last generation refers to.
+    """
+
+    def __init__(self, drives: Sequence[Drive], speeds: Sequence[float]) -> None:
+        super().__init__(drives, speeds)
+        self._fresh: set[tuple[int, int]] = set()  # extents (drive, offset) that no generation refers to
+        self.retired: list[Extent] = []
+
+    def is_fresh(self, piece: Piece) -> bool:
+        """Whether no generation refers to a piece."""
+        return (piece.extent.drive, piece.extent.offset) in self._fresh
+
+    def forget_fresh(self) -> None:
+        """Every extent in use is referred to by a generation, or may be."""
+        self._fresh.clear()
+
+    def free_retired(self) -> None:
+        """The generation that they belonged to is over."""
+        retired, self.retired = self.retired, []
+        super().free(retired)
+
+    def free(self, extents: Sequence[Extent]) -> None:
+        fresh = [extent for extent in extents if (extent.drive, extent.offset) in self._fresh]
+        self.retired += [extent for extent in extents if extent not in fresh]
+        super().free(fresh)
+        self._fresh -= {(extent.drive, extent.offset) for extent in fresh}
+
+    def _may_stay(self, piece: Piece) -> bool:
+        return self.is_fresh(piece)
+
+    def _take(self, drive: int, nbytes: int, *, may_grow: bool = True) -> Extent:
+        extent = super()._take(drive, nbytes, may_grow=may_grow)
+        self._fresh.add((drive, extent.offset))
+        return extent
+
+    def _split(self, drive: int, offset: int, nbytes: int) -> None:
+        super()._split(drive, offset, nbytes)
+        if (drive, offset) in self._fresh:
+            self._fresh.add((drive, offset + nbytes))
 
 
 class VersionedStore(ShardStore):
     """A ShardStore with generations. Keys, reads and writes are as there; `commit` makes what was written last.
 
-    `close`, or a crash, without a commit goes back to the last generation. A write may need new space, so that
-    `submit_write` raises SwapFullError when there is none; what was stored before is intact then.
+    `close`, or a crash, without a commit goes back to the last generation. A write may need new space. When there is
+    none, `submit_write` raises SwapFullError, and what was stored before is intact; a write that has to wait for
+    transfers of the same key finds out later, and its ticket fails as with every failed write.
     """
+
+    _space: VersionedSpace
 
     def __init__(
         self,
-        drives: Sequence[Drive],
+        space: VersionedSpace,
         closing: ExitStack,
         manifest: Manifest,
         *,
         checksum: Checksum,
         on_commit_point: CommitPoint,
     ) -> None:
-        super().__init__(drives, closing, checksum=checksum)
+        super().__init__(space, closing, checksum=checksum)
         self._manifest = manifest
         self._on_commit_point = on_commit_point
-        self._fresh: set[tuple[int, int]] = set()  # extents (drive, offset) that no generation refers to
-        self._retired: list[Extent] = []  # extents that only the last generation refers to
         self._changed: set[str] = set()
         self._dtypes: dict[str, str] = {}
         self._gate = threading.RLock()  # keys are made, deleted and committed one at a time
@@ -66,6 +111,7 @@ class VersionedStore(ShardStore):
         run_name: str = "infinity",
         rank: int = 0,
         options: StorageOptions | None = None,
+        speeds: Sequence[float] | None = None,
         wrap_backend: WrapBackend | None = None,
         on_commit_point: CommitPoint = lambda _: None,
     ) -> VersionedStore:
@@ -74,6 +120,7 @@ class VersionedStore(ShardStore):
         Args:
             paths: directories, one per drive, always in the same order.
             capacity_nbytes: space to reserve on disk; twice that of all keys, if all of them are rewritten at a time.
+            speeds: as in ShardStore.
             on_commit_point: called with a name at every step of a commit, for tests of crashes.
 
         Raises:
@@ -81,14 +128,10 @@ class VersionedStore(ShardStore):
             IntegrityError: the manifest cannot be read, or the files are not those it belongs to.
             SwapFullError: too little space.
             StorageError: a directory cannot be used, or cannot do what `options.engine` insists on.
-            ValueError: no path, or a negative capacity.
+            ValueError: no path, a negative capacity, or speeds that are not positive numbers, one per path.
         """
-        if not paths:
-            raise ValueError("a shard store needs at least one directory")
-        if capacity_nbytes < 0:
-            raise ValueError(f"a shard store of {capacity_nbytes} bytes was asked for; the capacity is not negative")
+        given = check_arguments(paths, capacity_nbytes, speeds)
         options = options or StorageOptions()
-        share_nbytes = align_up(-(-capacity_nbytes // len(paths)), _SHARE_NBYTES)
         with ExitStack() as closing:
             folders = [_open_folder(Path(path), rank, run_name, closing) for path in paths]
             manifest = Manifest(folders[0].path / MANIFEST_FILE, len(paths))
@@ -108,7 +151,7 @@ class VersionedStore(ShardStore):
                 open_durable_drive(
                     folder,
                     f"drive{number}-{manifest.identity}.shards",
-                    share_nbytes,
+                    0,
                     used=used[number],
                     options=options,
                     wrap_backend=wrap_backend,
@@ -116,10 +159,11 @@ class VersionedStore(ShardStore):
                 )
                 for number, folder in enumerate(folders)
             ]
+            reserve(drives, capacity_nbytes, given)
             for folder in folders:
                 folder.sync()
             store = cls(
-                drives,
+                VersionedSpace(drives, given),
                 closing.pop_all(),
                 manifest,
                 checksum=Checksum(options.checksum),
@@ -209,13 +253,11 @@ class VersionedStore(ShardStore):
             )
         except BaseException:
             # Whether the transaction reached the disk cannot be known: what it refers to must not be overwritten.
-            self._fresh.clear()
+            self._space.forget_fresh()
             raise
-        self._fresh.clear()
+        self._space.forget_fresh()
         self._changed.clear()
-        retired, self._retired = self._retired, []
-        for extent in retired:
-            self._drives[extent.drive].file.extents.free(extent.offset)
+        self._space.free_retired()
         self._on_commit_point("freed")
         return self._manifest.generation
 
@@ -238,7 +280,7 @@ class VersionedStore(ShardStore):
     def _lose_fresh(self, error: WriteError) -> None:
         for entry in self._keys.values():
             for piece in entry.pieces:
-                if self._is_fresh(piece):
+                if self._space.is_fresh(piece):
                     entry.order.note_write(piece.start, piece.stop, error)
 
     def _record(self, key: str, step: int) -> KeyRecord:
@@ -256,64 +298,14 @@ class VersionedStore(ShardStore):
             spans,
         )
 
-    def _is_fresh(self, piece: Piece) -> bool:
-        return (piece.extent.drive, piece.extent.offset) in self._fresh
-
-    def _allocate(self, drive: int, nbytes: int) -> int:
-        offset = super()._allocate(drive, nbytes)
-        self._fresh.add((drive, offset))
-        return offset
-
-    def _free(self, pieces: Sequence[Piece]) -> None:
-        fresh = [piece for piece in pieces if self._is_fresh(piece)]
-        self._retired += [piece.extent for piece in pieces if not self._is_fresh(piece)]
-        super()._free(fresh)
-        self._fresh -= {(piece.extent.drive, piece.extent.offset) for piece in fresh}
-
-    def _place(self, entry: StoredKey, operation: Operation) -> None:
-        old_pieces = entry.pieces
+    def _plan(self, entry: StoredKey, operation: Operation) -> None:
+        super()._plan(entry, operation)
         if operation.op is Op.WRITE:
-            entry.pieces = self._copy_on_write(old_pieces, operation.start, operation.stop)
             self._changed.add(operation.key)
-        super()._place(entry, operation)
-        operation.old_pieces = old_pieces
         if entry.checksums is not None and operation.check is not None:
             if operation.op is Op.WRITE:
                 entry.checksums.generation = self._manifest.generation + 1
             operation.check.generation = entry.checksums.generation
-
-    def _copy_on_write(self, pieces: Sequence[Piece], start: int, stop: int) -> Sequence[Piece]:
-        """The pieces of a key after a write to `start` … `stop`, which must not touch a committed extent."""
-        committed = [one for one in pieces if one.start < stop and start < one.stop and not self._is_fresh(one)]
-        if not committed:
-            return pieces
-        replaced = set(committed)
-        new: list[Piece] = []
-        try:
-            for a, b in _join([(max(one.start, start), min(one.stop, stop)) for one in committed]):
-                new += self._allocate_pieces(a, b - a)
-        except BaseException:
-            self._free(new)
-            raise
-        kept = [one for one in pieces if one not in replaced]
-        for piece in committed:
-            kept += self._retire(piece, max(piece.start, start), min(piece.stop, stop))
-        return tuple(sorted([*kept, *new], key=lambda piece: piece.start))
-
-    def _retire(self, piece: Piece, start: int, stop: int) -> list[Piece]:
-        """Bytes `start` to `stop` of a committed piece go when the next generation comes; what stays of it."""
-        extents = self._drives[piece.extent.drive].file.extents
-        left, middle, right = start - piece.start, stop - start, piece.stop - stop
-        drive, offset = piece.extent.drive, piece.extent.offset
-        stays = []
-        if left:
-            extents.split(offset, left)
-            stays.append(Piece(piece.start, Extent(drive, offset, left)))
-        if right:
-            extents.split(offset + left, middle)
-            stays.append(Piece(stop, Extent(drive, offset + left + middle, right)))
-        self._retired.append(Extent(drive, offset + left, middle))
-        return stays
 
 
 def _open_folder(directory: Path, rank: int, run_name: str, closing: ExitStack) -> DurableFolder:
@@ -334,14 +326,3 @@ def _check_records(manifest: Manifest, records: Sequence[KeyRecord], drives: int
             end = piece.stop
         if end != record.nbytes:
             raise IntegrityError(f"{manifest.path} does not say where all of {record.key!r} lies", key=record.key)
-
-
-def _join(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, with those that touch made one."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return joined

@@ -3,24 +3,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.stripes import Piece, overlap, share_sizes
+from storage.stripes import Piece, join, overlap
 from storage.types import Extent
-from tests.storage.helpers import MIB, PAGE
-
-
-@given(st.integers(1, 1 << 16), st.integers(1, 8), st.integers(0, 7))
-def test_shares_are_even_page_multiples_that_add_up(pages: int, drives: int, first: int) -> None:
-    shares = share_sizes(pages * PAGE, drives, first % drives)
-    assert sum(nbytes for _, nbytes in shares) == pages * PAGE
-    assert len({drive for drive, _ in shares}) == len(shares) <= drives
-    assert all(nbytes > 0 and nbytes % PAGE == 0 for _, nbytes in shares)
-    sizes = [nbytes for _, nbytes in shares]
-    assert max(sizes) - min(sizes) < len(sizes) * PAGE
-
-
-def test_small_keys_stay_on_one_drive_and_rotate() -> None:
-    assert share_sizes(MIB, 4, 2) == [(2, MIB)]
-    assert share_sizes(2 * MIB, 4, 3) == [(3, MIB), (0, MIB)]
+from tests.storage.helpers import PAGE
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
@@ -38,3 +23,8 @@ def test_parts_of_a_span_cover_it_in_order(pieces_pages: list[int], data: st.Dat
         assert part_stop <= piece.stop
         at = part_stop
     assert at == stop
+
+
+def test_spans_that_touch_are_joined() -> None:
+    assert join([]) == []
+    assert join([(0, 2), (2, 5), (6, 7), (7, 8)]) == [(0, 5), (6, 8)]

@@ -45,7 +45,7 @@ def is_damaged(store: VersionedStore, pool: HostPool, key: str) -> bool:
 def check_extents(store: VersionedStore) -> None:
     """No extent is shared, and none is leaked: what is allocated is what the keys and the last generation use."""
     used = sorted((d, *span) for d, drive in enumerate(store._drives) for span in drive.file.extents.used())
-    held = [piece.extent for entry in store._keys.values() for piece in entry.pieces] + store._retired
+    held = [piece.extent for entry in store._keys.values() for piece in entry.pieces] + store._space.retired
     assert sorted((one.drive, one.offset, one.nbytes) for one in held) == used
     for entry in store._keys.values():
         assert [piece.start for piece in entry.pieces] == [0, *(piece.stop for piece in entry.pieces)][:-1]

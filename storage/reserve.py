@@ -1,0 +1,90 @@
+"""Reserving a store's capacity on its drives: by speed, and where a drive has too little room, on the others."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from storage.align import PAGE_NBYTES, align_down, align_up
+from storage.drives import Drive
+from storage.errors import SwapFullError
+
+_log = logging.getLogger(__name__)
+_SHARE_NBYTES = 1 << 16  # a drive's share of the capacity is a multiple of this
+
+
+def check_arguments(paths: Sequence[Path], capacity_nbytes: int, speeds: Sequence[float] | None) -> list[float]:
+    """The speeds of the drives of a store that is to be opened, equal if none are given.
+
+    Raises:
+        ValueError: no path, a negative capacity, or speeds that are not positive numbers, one per path.
+    """
+    if not paths:
+        raise ValueError("a shard store needs at least one directory")
+    if capacity_nbytes < 0:
+        raise ValueError(f"a shard store of {capacity_nbytes} bytes was asked for; the capacity is not negative")
+    if speeds is None:
+        return [1.0] * len(paths)
+    if len(speeds) != len(paths) or not all(speed > 0 and math.isfinite(speed) for speed in speeds):
+        raise ValueError(f"speeds are {list(speeds)}; they must be {len(paths)} positive numbers, one per directory")
+    return list(speeds)
+
+
+def reserve(drives: Sequence[Drive], capacity_nbytes: int, speeds: Sequence[float]) -> None:
+    """Make the drives' files long enough for `capacity_nbytes` together.
+
+    Every drive gets its share by speed. What a drive has no room for is shared among the others by free space, with a
+    warning.
+
+    Raises:
+        SwapFullError: all of them together have too little space; says need and have of each.
+    """
+    short_nbytes = 0
+    problems: dict[int, SwapFullError] = {}
+    for number, drive in enumerate(drives):
+        share_nbytes = align_up(math.ceil(capacity_nbytes * speeds[number] / sum(speeds)), _SHARE_NBYTES)
+        need_nbytes = share_nbytes - drive.file.extents.capacity_nbytes
+        try:
+            drive.file.grow(max(0, need_nbytes))
+        except SwapFullError as error:
+            problems[number] = error
+            short_nbytes += need_nbytes
+    if not problems:
+        return
+    if len(drives) == 1:
+        raise problems[0]
+    # A drive on which the system refused what seemed to be free has a limit that nobody tells: nothing more for it.
+    rooms = {
+        number: drive.file.room_nbytes
+        for number, drive in enumerate(drives)
+        if number not in problems or problems[number].errno is None
+    }
+    left_nbytes = _spread(drives, short_nbytes, rooms)
+    if left_nbytes:
+        raise SwapFullError(
+            f"a swap space of {capacity_nbytes} bytes was asked for, and {left_nbytes} of them have no room on "
+            f"{len(drives)} drives together: " + "; ".join(str(error) for error in problems.values()),
+            path=next(iter(problems.values())).path,
+        )
+    for number, problem in problems.items():
+        _log.warning("%s: the other drives take what has no room there (%s)", drives[number].directory, problem)
+
+
+def _spread(drives: Sequence[Drive], nbytes: int, rooms: dict[int, int]) -> int:
+    """Make files longer by `nbytes` together, by free space; how much of it found no room."""
+    total = sum(rooms.values())
+    left_nbytes = nbytes
+    # Twice: what rounding, or a neighbour that was faster, has left over goes wherever it fits.
+    for turn in range(2):
+        for number in sorted(rooms, key=lambda number: -rooms[number]):
+            room_nbytes = align_down(drives[number].file.room_nbytes, PAGE_NBYTES)
+            share_nbytes = left_nbytes if turn else align_up(nbytes * rooms[number] // max(1, total), PAGE_NBYTES)
+            part_nbytes = min(left_nbytes, share_nbytes, room_nbytes)
+            try:
+                drives[number].file.grow(part_nbytes)
+            except SwapFullError:
+                continue
+            left_nbytes -= part_nbytes
+    return left_nbytes

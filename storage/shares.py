@@ -1,0 +1,116 @@
+"""How much of a key each drive gets: arithmetic on speeds, pure.
+
+A key that is moved from all drives at once is there when the last drive is done, so its pieces are in proportion to
+the drives' speeds. A key too small to be cut goes whole to one drive, which is chosen so that the drives would be done
+with everything they hold at the same time: then keys are in proportion to the speeds, if not the pieces of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from storage.types import Op
+
+MIN_PIECE_NBYTES = 1 << 20  # smaller pieces cost more operations than another drive gains
+QUANTUM_NBYTES = 256 << 10  # pieces are cut at multiples of it, so that what one frees the next one fits into
+_HYSTERESIS = 0.125  # a new layout has to be faster by this much: speeds are measured, and never twice the same
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of the drives' speed in one direction.
+
+    Attributes:
+        nbytes_per_s: by drive; None where nothing was measured lately.
+        at_most_nbytes_per_s: by drive, what it cannot be faster than just now; infinite where nothing is known.
+        moved_nbytes: over all drives, since the beginning.
+    """
+
+    nbytes_per_s: Sequence[float | None]
+    at_most_nbytes_per_s: Sequence[float]
+    moved_nbytes: int
+
+
+def speeds_of(measured: Mapping[Op, Measured], given: Sequence[float]) -> list[float] | None:
+    """Speed of each drive over both directions, in bytes/s, weighted by what was moved; None if nothing was measured.
+
+    Args:
+        given: the drives' speeds as far as was known before, in any unit. A drive that was not measured counts as
+            being to the others as it is there.
+    """
+    seconds_per_byte = [0.0] * len(given)
+    moved_nbytes = 0
+    for one in measured.values():
+        ratios = [speed / known for speed, known in zip(one.nbytes_per_s, given, strict=True) if speed is not None]
+        if not ratios:
+            continue
+        moved_nbytes += one.moved_nbytes
+        for drive, speed in enumerate(one.nbytes_per_s):
+            expected = fmean(ratios) * given[drive] if speed is None else speed
+            seconds_per_byte[drive] += one.moved_nbytes / max(1.0, min(expected, one.at_most_nbytes_per_s[drive]))
+    return [moved_nbytes / seconds for seconds in seconds_per_byte] if moved_nbytes else None
+
+
+def split(nbytes: int, speeds: Sequence[float], held_nbytes: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
+    """How many bytes of a span go to which drive, as (drive, nbytes), in the order of its bytes.
+
+    Args:
+        nbytes: size of the span, a page multiple.
+        speeds: by drive, in any unit; 0 for a drive that takes nothing.
+        held_nbytes: what each drive holds already.
+        first: the drive to begin with; it rotates from key to key, so that the beginnings of keys spread too.
+
+    Raises:
+        ValueError: no drive takes anything.
+    """
+    count = len(speeds)
+    takers = [drive for drive in ((first + number) % count for number in range(count)) if speeds[drive] > 0]
+    if not takers:
+        raise ValueError("every drive has a speed of 0: none can take anything")
+    while len(takers) > 1:
+        slowest = min(takers, key=lambda drive: speeds[drive])
+        if nbytes * speeds[slowest] / sum(speeds[drive] for drive in takers) >= MIN_PIECE_NBYTES:
+            return _cut(nbytes, [(drive, speeds[drive]) for drive in takers])
+        takers.remove(slowest)
+    everyone = [drive for drive in ((first + number) % count for number in range(count)) if speeds[drive] > 0]
+    return [(min(everyone, key=lambda drive: (held_nbytes[drive] + nbytes) / speeds[drive]), nbytes)]
+
+
+def _cut(nbytes: int, speeds: Sequence[tuple[int, float]]) -> list[tuple[int, int]]:
+    total = sum(speed for _, speed in speeds)
+    shares = []
+    start, passed = 0, 0.0
+    for number, (drive, speed) in enumerate(speeds, start=1):
+        passed += speed
+        stop = nbytes if number == len(speeds) else round(nbytes * passed / total / QUANTUM_NBYTES) * QUANTUM_NBYTES
+        shares.append((drive, stop - start))
+        start = stop
+    return shares
+
+
+def better_split(
+    present: Mapping[int, int], speeds: Sequence[float], held_nbytes: Sequence[int], first: int = 0
+) -> list[tuple[int, int]] | None:
+    """How a span would be spread if it were written now, when that is clearly better than how it is; else None.
+
+    Args:
+        present: bytes of the span by drive.
+        speeds, held_nbytes, first: as in `split`; the span is among what the drives hold.
+    """
+    nbytes = sum(present.values())
+    others = [held - present.get(drive, 0) for drive, held in enumerate(held_nbytes)]
+    shares = split(nbytes, speeds, others, first)
+    if len(shares) == len(present) == 1:
+        # One piece: not the time of this span counts, but the time of all that the drives hold.
+        (here,), (there, _) = present, shares[0]
+        now_s, then_s = _seconds(held_nbytes[here], speeds[here]), (others[there] + nbytes) / speeds[there]
+    else:
+        now_s = max(_seconds(part, speeds[drive]) for drive, part in present.items())
+        then_s = max(part / speeds[drive] for drive, part in shares)
+    return shares if then_s < (1 - _HYSTERESIS) * now_s else None
+
+
+def _seconds(nbytes: int, speed: float) -> float:
+    return nbytes / speed if speed > 0 else float("inf")
