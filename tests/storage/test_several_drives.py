@@ -142,20 +142,22 @@ def test_small_keys_move_until_the_drives_are_in_balance(two: SeveralDrives, poo
     two.check_extents()
 
 
-def test_a_drive_that_does_not_answer_gets_less_before_it_does(two: SeveralDrives, pool: HostPool) -> None:
-    two.are_measured(100, 100)
-    two.store.create("stuck", 8 * MIB)
-    two.store.create("other", 8 * MIB)
-    two.faults[1].inject(Fault.STUCK, op=Op.WRITE)
-    with filled(pool, 8 * MIB, 1) as lease:
+def test_a_drive_that_does_not_answer_gets_less_before_it_does(tmp_path: Path, pool: HostPool) -> None:
+    with SeveralDrives(tmp_path, threads=1) as two, filled(pool, 8 * MIB, 1) as lease:
+        for key, nbytes in (("after", PAGE), ("stuck", 8 * MIB), ("other", 8 * MIB)):
+            two.store.create(key, nbytes)
+        two.are_measured(100, 100)
+        two.faults[1].inject(Fault.STUCK, op=Op.WRITE)
         ticket = two.store.submit_write("stuck", lease.memory, tag=TAG)
+        assert two.by_drive("after") == {0: PAGE}
+        two.write(pool, "after", 1, 1)  # the first drive's only thread has done its part of the other key by now
         two.clock.sleep(2.0)
         two.write(pool, "other", 2, _PAGES)
         assert not ticket.done
         assert two.by_drive("other") == {0: 8 * MIB}
         two.faults[1].release_stuck()
         finish(ticket)
-    two.check_extents()
+        two.check_extents()
 
 
 def test_old_places_are_free_when_the_write_has_landed(tmp_path: Path, pool: HostPool) -> None:
