@@ -56,8 +56,7 @@ class ParameterAccess:
         The buffers take the place of the update pipeline, which has nothing to do meanwhile.
         """
         runtime = self._runtime
-        for update in runtime.in_flight:
-            runtime.stalls.wait(update.written, StallCause.NVME_WRITE)
+        runtime.land_updates()
         records = {r.chunk.index: r for r in runtime.states[group.index].records} if group.trainable else {}
         runtime.gatherer.claim(group)
         try:

@@ -46,6 +46,7 @@ class Schedule(StrEnum):
     AUTO = "auto"
     SYNCHRONOUS = "synchronous"  # all units in step()
     OVERLAPPED = "overlapped"  # as soon as the gradient is complete, while backward goes on
+    DEFERRED = "deferred"  # during the next forward, just before the unit is used, and on any other access to it
 
 
 class DeviceKind(StrEnum):
@@ -83,15 +84,13 @@ class Calibrate(StrEnum):
 _E = TypeVar("_E", bound=StrEnum)
 
 
-def _choice(kind: type[_E], later: tuple[str, ...] = ()) -> Callable[[object], _E]:
-    """Validator for a member of `kind` or its exact text; names in `later` are known but not supported yet."""
+def _choice(kind: type[_E]) -> Callable[[object], _E]:
+    """Validator for a member of `kind` or its exact text."""
     names = [member.value for member in kind]
     allowed = ", ".join(map(repr, names))
 
     def validate(value: object) -> _E:
         if isinstance(value, str):
-            if value in later:
-                raise ValueError(f"not supported yet; allowed today: {allowed}")
             if value in names:
                 return kind(value)
             if near := get_close_matches(value, names, n=1):
@@ -247,7 +246,7 @@ class Config(_Section):
     host: HostConfig = Field(default_factory=HostConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)] = 3
-    schedule: Annotated[Schedule, BeforeValidator(_choice(Schedule, later=("deferred",)))] = Schedule.AUTO
+    schedule: Annotated[Schedule, BeforeValidator(_choice(Schedule))] = Schedule.AUTO
     optimizer: Annotated[OptimizerKind, BeforeValidator(_choice(OptimizerKind))] = OptimizerKind.ADAMW
     chunk: Nbytes | None = None
     resident_threshold: NbytesOrZero = MIB

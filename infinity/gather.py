@@ -196,6 +196,7 @@ class Gatherer:
         """The host copy with its bytes there, claimed: waits for an update, a read ahead, or a demand read."""
         copy = self._copies[group.index]
         if not copy.update.done:
+            self._io.post(self._read_ahead.want, group.index)
             self._stalls.wait(copy.update, StallCause.OPTIMIZER)
         if copy.claim():
             self.waits["ready" if copy.ticket.done or copy.state is not CopyState.READING else "in_flight"] += 1

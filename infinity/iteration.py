@@ -91,6 +91,8 @@ class Iteration:
 
     def leave_forward(self, output: Any) -> None:
         """`output` is None when the forward failed."""
+        if output is None:
+            self._updates.notice_failure()
         if not in_backward() and self._occupancy.leave():
             self._is_in_forward = False
             used = [self._runtime.groups[index] for index in sorted(self._used_in_forward)]

@@ -221,13 +221,13 @@ class _HostDivision:
         self._request = request
         self._sizes = sizes
         self.notes: list[str] = []
-        self.synchronous = request.schedule is Schedule.SYNCHRONOUS
+        self.holds_gradients = request.schedule is not Schedule.OVERLAPPED
         self.chunk_numel = self._smallest_chunk()
         self.pinned_params = set(sizes.resident)
         self.pinned_states = set(sizes.resident)
         trainable = [g.index for g in sizes.streamed if g.trainable]
         self.window = sizes.working_set
-        if self.synchronous:
+        if self.holds_gradients:
             self.spilled = set(trainable)
             self.gradients = sum(sizes.gradient[i] for i in sizes.resident)
             self.transit = max((sizes.gradient[i] for i in trainable), default=0)
@@ -262,7 +262,10 @@ class _HostDivision:
 
     def terms(self) -> list[Term]:
         pinned = f"shards of {len(self.pinned_params)} and state of {len(self.pinned_states)} groups, for good"
-        held = "gradients held until step()" if self.synchronous else "gradients on their way into the update"
+        held = {
+            Schedule.OVERLAPPED: "gradients on their way into the update",
+            Schedule.DEFERRED: "gradients held from backward to their update in the next forward",
+        }.get(self._request.schedule, "gradients held until step()")
         chunk = format_nbytes(self._chunk_nbytes(self.chunk_numel))
         return [
             Term("pinned", self._pinned_nbytes(), pinned),
@@ -280,7 +283,7 @@ class _HostDivision:
         sizes = self._sizes
         self._deepen_pipeline()
         self._grow("window", 2 * sizes.working_set)
-        if self.synchronous:
+        if self.holds_gradients:
             self._grow("transit", 2 * self.transit)
             self._hold_gradients()
         else:

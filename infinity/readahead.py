@@ -13,6 +13,12 @@ backward updates. Copies marked `keep_at_turn` stay in memory from forward to ba
 be in memory, so the bytes read in a step are a closed form. A group that several units share is kept only after its
 last use of a pass: between two uses it would hold memory that the placement has given to others.
 
+[Note: deferred updates]
+Under the deferred schedule an update waits here until its group comes up in the order of accesses. Then the shard is
+read into the window once, updated there, and used from there while it is written behind: the read of the forward serves
+the update too. Copies that are in the window when their update arrives are updated at once, so an update that waits
+holds no window memory, and nothing that holds window memory waits for the order.
+
 Everything here runs on one asyncio loop, whose time it uses; nothing blocks and nothing touches autograd.
 """
 
@@ -22,6 +28,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from infinity.devices.base import Fence
 from infinity.errors import PlacementError
@@ -34,6 +41,16 @@ from storage.pool import HostPool
 from storage.types import Priority, Ticket, TrafficTag
 
 _FENCE_POLL_S = 0.0002  # about what a hop through a waiting thread costs
+
+
+class DeferredUpdate(Protocol):
+    """An update of one group that waits for the group to be used."""
+
+    def start(self, *, is_forced: bool) -> None:
+        """Run it. `is_forced`: not for a forward that comes, so the read of the shard belongs to no step."""
+
+    def fail(self, error: BaseException) -> None:
+        """It cannot run; what waits for it is told."""
 
 
 class ReadAhead:
@@ -77,6 +94,7 @@ class ReadAhead:
         self._trace: tuple[Access, ...] = ()
         self._position = 0
         self._mode = Mode.TRAIN
+        self._deferred: dict[int, DeferredUpdate] = {}  # by group, in the order of their submission
         self._consumed_here: set[int] = set()  # groups of the access at the position that need no read any more
         self._barrier_open = False
         self._stopped = False
@@ -104,9 +122,7 @@ class ReadAhead:
         """The training thread has submitted the copy to the device; its claim ends once `fence` has passed."""
         self._consumed_here.add(index)  # now, and not when the copy is over: the training thread may be further then
         if fence is not None and not fence.done:
-            task = asyncio.create_task(self._consumed_after(index, phase, fence))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(asyncio.create_task(self._consumed_after(index, phase, fence)))
         else:
             self._use_over(index, phase)
 
@@ -124,6 +140,7 @@ class ReadAhead:
                 copy.drop()
         elif copy.state is CopyState.WRITING and not self._is_kept(copy, phase):
             copy.is_used_up = True
+        self._update_if_held(index)
         self._wake()
         self.advance()
 
@@ -132,6 +149,28 @@ class ReadAhead:
         self.step = step
         self._barrier_open = True
         self.advance()
+
+    def defer(self, index: int, update: DeferredUpdate) -> None:
+        """An update waits until its group is used, or until `force`; see [Note: deferred updates]."""
+        self._deferred[index] = update
+        self._update_if_held(index)
+
+    def want(self, index: int) -> None:
+        """The training thread waits for the update of a group, which goes first if it is deferred."""
+        if index in self._deferred:
+            self._keep(asyncio.create_task(self._update_wanted(index)))
+
+    def force(self) -> None:
+        """Run every update that is deferred, for whoever needs the state as of the last step."""
+        waiting, self._deferred = self._deferred, {}
+        for update in waiting.values():
+            update.start(is_forced=True)
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail every update that is deferred: the engine has closed."""
+        waiting, self._deferred = self._deferred, {}
+        for update in waiting.values():
+            update.fail(error)
 
     async def demand(self, index: int) -> None:
         """Make sure that the shard is here or on its way, and claim it for the training thread.
@@ -142,6 +181,7 @@ class ReadAhead:
         copy = self._copies[index]
         while not copy.claim():
             if not copy.update.done:
+                self.want(index)
                 await copy.update
             elif copy.lost_update is not None:
                 copy.raise_lost_update()
@@ -183,6 +223,8 @@ class ReadAhead:
         for distance, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 copy = self._copies[index]
+                if index in self._deferred and not self._try_update(index, Priority.READ_AHEAD):
+                    return
                 if copy.pinned or (distance == 0 and index in self._consumed_here):
                     continue
                 before = used.get(index, self._current_phase() if copy.is_claimed else None)
@@ -200,13 +242,14 @@ class ReadAhead:
 
     def _will_be_there(self, copy: HostCopy, phase: Phase, before: Phase | None) -> bool:
         """Whether a coming access finds the copy that is there now, after a use in phase `before` (None: unused)."""
-        if not copy.is_settled:
+        is_updated_ahead = copy.is_updated_ahead and copy.lost_update is None
+        if not copy.is_settled and not is_updated_ahead:
             return False
         if before is not None:
             return copy.keep_at_turn and before is Phase.FORWARD and phase is Phase.BACKWARD
-        return copy.state in (CopyState.READING, CopyState.CLEAN) or (
-            copy.state is CopyState.WRITING and copy.stays_when_written
-        )
+        if copy.state is CopyState.WRITING:
+            return copy.stays_when_written
+        return copy.state in (CopyState.READING, CopyState.CLEAN, CopyState.UPDATING)
 
     def stop(self) -> None:
         """Submit no more reads: the engine is closing or its iteration was reset."""
@@ -221,6 +264,43 @@ class ReadAhead:
                 copy.drop()
         self._wake()
         self.advance()
+
+    def _update_if_held(self, index: int) -> None:
+        """A deferred update whose copy is in the window starts at once."""
+        copy = self._copies[index]
+        is_held = not copy.pinned and copy.state in (CopyState.READING, CopyState.CLEAN, CopyState.WRITING)
+        if is_held and index in self._deferred:
+            self._try_update(index, Priority.READ_AHEAD)
+
+    def _try_update(self, index: int, priority: Priority) -> bool:
+        """Start a deferred update on the copy in the window, which is read if need be. False when it has to wait."""
+        copy = self._copies[index]
+        if copy.is_claimed or (copy.state is CopyState.WRITING and not copy.stays_when_written):
+            return False  # it is about to be dropped, or it may be
+        if copy.state is CopyState.FAILED and copy.lost_update is None:
+            copy.drop()
+        if copy.state is CopyState.ABSENT and not self._try_read(copy, priority):
+            return False
+        copy.is_updated_ahead = True
+        self._deferred.pop(index).start(is_forced=False)
+        return True
+
+    async def _update_wanted(self, index: int) -> None:
+        copy = self._copies[index]
+        try:
+            while index in self._deferred and not self._try_update(index, Priority.DEMAND):
+                if copy.state is CopyState.ABSENT:
+                    await self._make_room(copy)
+                else:
+                    await self.wait_change()
+        except Exception as error:
+            if (update := self._deferred.pop(index, None)) is not None:
+                update.fail(error)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Tasks that nobody else holds would be collected while they run."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _consumed_after(self, index: int, phase: Phase, fence: Fence) -> None:
         """The claim ends with the copy to the device. One that is stuck may still read the memory, which stays."""

@@ -52,6 +52,7 @@ class HostCopy:
         self.pinned = pinned  # placed in host memory for good
         self.keep_at_turn = False
         self.keep_at_boundary = False
+        self.is_updated_ahead = False  # its deferred update runs, or has run, in the window for the use that comes
         self.is_used_up = False  # used for what it was kept for while still being written behind
         self.awaits_update = False  # kept after backward because an update is expected to follow
         self.lost_update: BaseException | None = None  # why the newest bytes could not be written
@@ -92,7 +93,7 @@ class HostCopy:
     @property
     def stays_when_written(self) -> bool:
         """Whether a copy that is being written behind stays for the next forward, which has not used it yet."""
-        return self.keep_at_boundary and not self.is_used_up
+        return (self.keep_at_boundary or self.is_updated_ahead) and not self.is_used_up
 
     @property
     def is_claimed(self) -> bool:
@@ -101,6 +102,7 @@ class HostCopy:
     def begin_read(self, lease: Lease, reservation: Reservation | None, ticket: Ticket) -> None:
         self._expect(CopyState.READING, CopyState.ABSENT)
         self.lease, self.reservation, self.ticket = lease, reservation, ticket
+        self.is_updated_ahead = False
         self._move(CopyState.READING)
 
     def landed(self) -> None:

@@ -17,7 +17,7 @@ from infinity.gradients import GradientSink
 from infinity.groups import FlatGroup, Unit
 from infinity.io_loop import IoLoop
 from infinity.observe.inspection import Inspection
-from infinity.observe.stalls import StallClock
+from infinity.observe.stalls import StallCause, StallClock
 from infinity.observe.trace import Trace
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
@@ -28,6 +28,7 @@ from infinity.placement import Placement
 from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
 from storage.budget import TierBudget
+from storage.errors import ClosedError
 from storage.pool import HostPool
 from storage.store import ShardStore
 
@@ -86,6 +87,17 @@ class Runtime:
         if self.is_closed:
             raise InfinityError("this engine is closed; its parameters and optimizer state are gone")
 
+    def land_updates(self) -> None:
+        """Wait until the swap files hold every update, those that were deferred too.
+
+        Raises what went wrong with one.
+        """
+        if self.in_flight:
+            self.io.post(self.read_ahead.force)
+        for update in self.in_flight:
+            self.stalls.wait(update.written, StallCause.NVME_WRITE)
+        self.in_flight.clear()
+
     def shut_down(self) -> None:
         """Close every part in reverse order of its making. Idempotent; an error is raised after all are closed."""
         if self.is_closed:
@@ -99,6 +111,7 @@ class Runtime:
     def free_memory(self) -> None:
         """Give back every lease and reservation. Only when no transfer is in flight any more."""
         self.gatherer.close()
+        self.read_ahead.give_up(ClosedError("the engine has been closed"))
         self.sink.close()
         for copy in self.copies:
             copy.discard()

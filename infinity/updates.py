@@ -2,7 +2,10 @@
 
 `synchronous` updates everything in `step()`. `overlapped` submits a group as soon as its gradient is complete, while
 backward goes on, and `step()` only waits; that excludes accumulation and clipping, which need all gradients first.
-Both give the same bits, because an update of a group depends on nothing but its own state, gradient and step number.
+`deferred` only decides in `step()` what every update is (gradient, settings, clip coefficient); a group is updated in
+the next forward, just before it is used, or on any other access to it. What is gathered during `step()` (the resident
+unit, a `gathered()` block) is updated there. All give the same bits, because an update of a group depends on nothing
+but its own state, gradient, settings and step number.
 """
 
 from __future__ import annotations
@@ -61,6 +64,10 @@ class Updates:
     @property
     def is_overlapped(self) -> bool:
         return self._runtime.placement.schedule is Schedule.OVERLAPPED
+
+    @property
+    def is_deferred(self) -> bool:
+        return self._runtime.placement.schedule is Schedule.DEFERRED
 
     def attach(self, optimizer: OptimizerView) -> None:
         """Make `optimizer` the one that updates this engine's parameters.
@@ -137,24 +144,26 @@ class Updates:
         return norm
 
     def step(self, optimizer: OptimizerView) -> None:
-        """End the step: every update is computed and every parameter of the next forward is the new one.
+        """End the step: every update is computed, or deferred to the next use of its group.
 
         Writes to the swap files may still be under way behind it.
         """
         runtime = self._runtime
         self.raise_failure()
+        later: list[GroupUpdate] = []
         if self.is_overlapped:
             self._check_unchanged(optimizer)
         else:
+            self._finish_deferred()
             if optimizer.max_grad_norm is not None:
                 self.clip(optimizer.slots(), optimizer.max_grad_norm)
             runtime.sink.check_writes()
-            self._submit(runtime.sink.pending())
+            later = self._submit_pending()
         runtime.step += 1
         runtime.sink.step = runtime.step
         runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
         try:
-            self.wait_computed()
+            self._wait_computed([update for update in runtime.in_flight if update not in later])
         except BaseException as error:
             self._tear(error)
             raise
@@ -197,6 +206,7 @@ class Updates:
             raise ConfigError(f"the gradient of {place.name!r} has shape {place.shape}, got {tuple(value.shape)}")
         waiting = self.gradient_of(group, slot)
         if waiting is None or isinstance(waiting, SpilledGradient):
+            self._finish_update(group)
             self._runtime.sink.put(group, slot, value.detach())
         else:
             waiting.copy_(value.detach())  # the same memory after an in-place change: nothing happens
@@ -249,18 +259,10 @@ class Updates:
         self._runtime.sink.discard()
         self._scales.clear()
 
-    def wait_computed(self) -> None:
-        """Wait until no update is being computed."""
-        for update in self._runtime.in_flight:
-            self._runtime.stalls.wait(update.computed, StallCause.OPTIMIZER)
-
     def wait_written(self) -> None:
-        """Wait until the swap files hold every update."""
-        runtime = self._runtime
-        for update in runtime.in_flight:
-            runtime.stalls.wait(update.written, StallCause.NVME_WRITE)
-        runtime.in_flight.clear()
-        runtime.sink.check_writes()
+        """Wait until the swap files hold every update, those that were deferred too."""
+        self._runtime.land_updates()
+        self._runtime.sink.check_writes()
 
     def raise_failure(self) -> None:
         """Raise what failed behind the training thread, once as itself and from then on as a lost state.
@@ -274,6 +276,11 @@ class Updates:
             error = self._runtime.failure.error
             self._tear(error)
             raise error
+
+    def notice_failure(self) -> None:
+        """An iteration failed. If that was a lost update, which it has raised, the state is lost from now on."""
+        if self._runtime.failure.error is not None and self._torn is None:
+            self._tear(self._runtime.failure.error)
 
     def settle(self, purpose: str) -> None:
         """Wait until the swap files hold every update of the steps so far.
@@ -348,10 +355,48 @@ class Updates:
         slots = range(len(group.layout.slots))
         return [optimizer.hyper_of(group, slot) if self._runtime.sink.has(group, slot) else None for slot in slots]
 
+    def _finish_deferred(self) -> None:
+        """What no forward has used since the last step is updated before the next update of it is made."""
+        runtime = self._runtime
+        waiting = [update for update in runtime.in_flight if not update.computed.done]
+        if waiting:
+            runtime.io.post(runtime.read_ahead.force)
+            try:
+                self._wait_computed(waiting)
+            except BaseException as error:
+                self._tear(error)
+                raise
+
+    def _finish_update(self, group: FlatGroup) -> None:
+        """A group's last update goes before anything that needs its result or the memory of its gradient."""
+        runtime, update = self._runtime, self._runtime.copies[group.index].update
+        if not update.done:
+            runtime.io.post(runtime.read_ahead.want, group.index)
+            runtime.stalls.wait(update, StallCause.OPTIMIZER)
+
+    def _wait_computed(self, updates: Iterable[GroupUpdate]) -> None:
+        for update in updates:
+            self._runtime.stalls.wait(update.computed, StallCause.OPTIMIZER)
+
     def _submit(self, groups: Sequence[FlatGroup]) -> None:
+        """Start the updates of groups, whose gradients are final."""
+        self._runtime.io.post(self._runtime.pipeline.submit, self._make_updates(groups))
+
+    def _submit_pending(self) -> list[GroupUpdate]:
+        """Start the updates of every gradient there is, or defer them; returns those that are deferred."""
+        runtime, pending = self._runtime, self._runtime.sink.pending()
+        updates = self._make_updates(pending)
+        is_present = runtime.gatherer.is_gathered
+        later = [update for update in updates if self.is_deferred and not is_present(update.state.group)]
+        runtime.io.post(runtime.pipeline.submit, [update for update in updates if update not in later])
+        runtime.io.post(runtime.pipeline.defer, later)
+        return later
+
+    def _make_updates(self, groups: Sequence[FlatGroup]) -> list[GroupUpdate]:
+        """Take the gradients of groups; with the settings of now, they are everything that their updates depend on."""
         runtime, optimizer = self._runtime, self._optimizer
         if optimizer is None:
-            return
+            return []
         self.refuse_edited(groups)
         runtime.gatherer.drop_ahead(groups)
         runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
@@ -381,7 +426,7 @@ class Updates:
             self._submitted[group.index] = hypers
             updates.append(update)
         runtime.in_flight.extend(updates)
-        runtime.io.post(runtime.pipeline.submit, updates)
+        return updates
 
 
 def slots_of(parameters: Iterable[torch.Tensor], refs: Iterable[ParameterRef | None]) -> list[tuple[FlatGroup, int]]:

@@ -105,7 +105,7 @@ def train(
         ),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="auto, overlapped or synchronous.", rich_help_panel=_MEMORY)
+        str | None, typer.Option(help="auto, overlapped, deferred or synchronous.", rich_help_panel=_MEMORY)
     ] = None,
     io_timeout: Annotated[
         float | None, typer.Option(help="Seconds without any progress until an error.", rich_help_panel=_MEMORY)

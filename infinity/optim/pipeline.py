@@ -33,6 +33,8 @@ from storage.errors import ClosedError, IoTimeoutError
 from storage.pool import HostPool, Lease
 from storage.types import Ticket, TrafficTag
 
+FORCED_STEP = -3  # the step that reads for forced updates belong to
+
 
 @dataclass(frozen=True, slots=True)
 class ScaledPieces:
@@ -53,6 +55,7 @@ class GroupUpdate:
         grad_scales: per slot, the clip coefficient, a 0-dim fp32 tensor, or None.
         computed: completes when the new values are final in memory.
         written: completes when the swap file holds them.
+        is_forced: it was deferred and ran before a forward used the group; the read of the shard belongs to no step.
     """
 
     state: GroupState
@@ -64,6 +67,7 @@ class GroupUpdate:
     step: int
     computed: Ticket
     written: Ticket
+    is_forced: bool = False
 
     def pieces(self, record: Record) -> list[ScaledPieces]:
         """What the kernel works on in one chunk; empty when no slot of it is updated."""
@@ -123,10 +127,15 @@ class UpdatePipeline:
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, update))
 
+    def defer(self, updates: Sequence[GroupUpdate]) -> None:
+        """Let updates wait until their groups are used (a message from the training thread)."""
+        for update in updates:
+            self._read_ahead.defer(update.state.group.index, _Deferred(self, update))
+
     def _ended(self, update: GroupUpdate, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not update.written.done:  # cancelled before its first step: not even `_run` has begun
-            self._fail(update, ClosedError(f"{update.written.label} was cancelled because its engine closed"))
+            self.fail(update, ClosedError(f"{update.written.label} was cancelled because its engine closed"))
 
     async def drain(self) -> None:
         """Wait until nothing is being updated or written."""
@@ -149,7 +158,7 @@ class UpdatePipeline:
             if copy is not None:
                 self._read_ahead.updated(copy)
         except BaseException as error:
-            self._fail(update, error)
+            self.fail(update, error)
             if not isinstance(error, Exception):
                 raise
 
@@ -192,12 +201,13 @@ class UpdatePipeline:
             tickets.append(store.submit_read(record.key, buffers.record, tag=tag, payload_nbytes=record.payload_nbytes))
         if store is not None and buffers.has_param:
             size = group.shard_dtype.itemsize
+            forced, planned = TrafficTag("param_forced", FORCED_STEP), TrafficTag("param", update.step)
             tickets.append(
                 store.submit_read(
                     group.key,
                     buffers.param,
                     offset=chunk.start * size,
-                    tag=TrafficTag("param", update.step),
+                    tag=forced if update.is_forced else planned,
                     payload_nbytes=chunk.payload_numel * size,
                 )
             )
@@ -270,7 +280,8 @@ class UpdatePipeline:
         update.computed.set_done()
         self._read_ahead.advance()
 
-    def _fail(self, update: GroupUpdate, error: BaseException) -> None:
+    def fail(self, update: GroupUpdate, error: BaseException) -> None:
+        """End an update that cannot go on, or cannot start; its state is lost."""
         if update.copy.state in (CopyState.UPDATING, CopyState.WRITING):
             update.copy.fail()
         update.copy.lost_update = error
@@ -279,6 +290,21 @@ class UpdatePipeline:
         update.written.set_exception(error)
         self._on_failure(error)
         self._read_ahead.updated(update.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """`infinity.readahead.DeferredUpdate`: an update of a pipeline that has not started."""
+
+    pipeline: UpdatePipeline
+    update: GroupUpdate
+
+    def start(self, *, is_forced: bool) -> None:
+        self.update.is_forced = is_forced
+        self.pipeline.submit([self.update])
+
+    def fail(self, error: BaseException) -> None:
+        self.pipeline.fail(self.update, error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ def expected_step_traffic(
     """
     traffic = StepTraffic()
     synchronous = placement.schedule is Schedule.SYNCHRONOUS
+    overlapped = placement.schedule is Schedule.OVERLAPPED
     state_size = sum(f.dtype.itemsize for f in fields)
     for group in groups:
         size = group.shard_dtype.itemsize
@@ -77,8 +78,9 @@ def expected_step_traffic(
             at_boundary = group.index in placement.keep_at_boundary
             forward = micro_batches * uses - at_boundary * (micro_batches - is_first)
             backward = micro_batches * (uses - (group.index in placement.keep_at_turn))
-            # An update that follows its backward at once finds the bytes; others find what was kept.
-            update = int(group.trainable and not at_boundary and (synchronous or uses > 1))
+            # An update that follows its backward at once finds the bytes, one that is deferred is followed by the
+            # forward that uses the same read; others find what was kept.
+            update = int(group.trainable and not at_boundary and (synchronous or (overlapped and uses > 1)))
             traffic.param.add(group, size, reads=forward + backward + update, writes=int(group.trainable))
         if group.trainable and group.index not in placement.pinned_states:
             traffic.state.add(group, state_size, reads=int(not is_first), writes=1)

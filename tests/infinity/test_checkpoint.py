@@ -190,7 +190,7 @@ def test_a_model_without_memory_loads(offload: MakeEngine, start: Callable[..., 
         assert torch.equal(empty(batch(0)), run.model(batch(0)))
 
 
-@pytest.mark.parametrize("schedule", ["synchronous", "overlapped"])
+@pytest.mark.parametrize("schedule", ["synchronous", "overlapped", "deferred"])
 @pytest.mark.parametrize("budget", ["300KiB", "500KiB"])
 def test_traffic_stays_the_closed_form(start: Callable[..., Run], tmp_path: Path, schedule: str, budget: str) -> None:
     """Saving does not disturb what is kept in memory, and loading leaves what a later step finds."""

@@ -65,7 +65,7 @@ def test_everything_given_as_people_write_it(tmp_path: Path) -> None:
         (lambda: Config(devic={}), ["devic = {}: unknown setting", "did you mean 'device'", "unit_classes"]),
         (lambda: Config(device={"budgt": 1}), ["device.budgt = 1: unknown", "did you mean 'budget'", "latency_s"]),
         (lambda: Config(zzzzzz=1), ["zzzzzz", "allowed: precision, device"]),
-        (lambda: Config(schedule="deferred"), ["schedule = 'deferred': not supported yet", "'overlapped'"]),
+        (lambda: Config(schedule="defered"), ["schedule = 'defered': did you mean 'deferred'?", "'overlapped'"]),
         (lambda: Config(precision="bf17"), ["did you mean 'bf16'"]),
         (lambda: Config(precision=16), ["precision = 16: allowed: 'fp32', 'bf16'"]),
         (lambda: Config(device=3), ["device", "DeviceConfig"]),

@@ -33,7 +33,7 @@ def test_reading_changes_nothing(offload: MakeEngine, host: dict[str, Any]) -> N
     assert engine.metrics().get("nvme/write_bytes") == before
 
 
-@pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
 def test_edits_between_steps(offload: MakeEngine, host: dict[str, Any], schedule: str) -> None:
     """An edit counts for the next forward, and the optimizer goes on from it."""
 

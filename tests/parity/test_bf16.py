@@ -147,7 +147,7 @@ def _run(
     return engine
 
 
-@pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
 @pytest.mark.parametrize("model", MODELS)
 def test_models(offload: MakeEngine, schedule: str, model: str) -> None:
     engine = _run(offload, MODELS[model], schedule=schedule, host={"budget": "400KiB"})

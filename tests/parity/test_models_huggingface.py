@@ -30,7 +30,7 @@ from tests.zoo import build
 pytest.importorskip("transformers", reason="the Hugging Face tests need the extra 'hf'")
 from tests.parity.hf_models import BLOCKS, MODELS, checkpointed, hf_loss, token_batch
 
-SCHEDULES = ("overlapped", "synchronous")
+SCHEDULES = ("overlapped", "synchronous", "deferred")
 CHECKPOINTING: dict[str, Callable[[Callable[[], nn.Module]], Callable[[], nn.Module]]] = {
     "plain": lambda make: lambda: make().train(),
     "checkpointed": partial(checkpointed, use_reentrant=False),

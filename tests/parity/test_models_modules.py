@@ -21,7 +21,7 @@ from tests.parity import model_kinds as kinds
 from tests.parity.loops import Loop, assert_same, smallest_budget, train_offloaded, train_plain
 from tests.zoo import build
 
-SCHEDULES = ("overlapped", "synchronous")
+SCHEDULES = ("overlapped", "synchronous", "deferred")
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "LSTM": partial(kinds.Recurrent, nn.LSTM),
     "GRU": partial(kinds.Recurrent, nn.GRU),

@@ -9,7 +9,7 @@ from tests.conftest import MakeEngine
 from tests.zoo import Net, batch, build, loss_of
 
 
-@pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
 @pytest.mark.parametrize("checkpointing", [None, "nr"])
 def test_reads_are_ahead_from_the_second_step(offload: MakeEngine, schedule: str, checkpointing: str | None) -> None:
     model = build(lambda: Net(blocks=6, checkpointing=checkpointing))

@@ -1,4 +1,4 @@
-"""Every kind of model gives the bits of plain PyTorch under both schedules, and moves the bytes of the closed forms."""
+"""Every kind of model gives the bits of plain PyTorch under every schedule, and moves the bytes of the closed forms."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import MakeEngine
 from tests.parity.loops import Loop, assert_parity
 from tests.zoo import Attention, Frozen, Nested, Net, OddNet, Skipping
 
-SCHEDULES = ("overlapped", "synchronous")
+SCHEDULES = ("overlapped", "synchronous", "deferred")
 
 # Models in which every unit runs once per forward: their traffic is a closed form.
 REGULAR: dict[str, Callable[[], nn.Module]] = {

@@ -14,7 +14,7 @@ from tests.conftest import MakeEngine
 from tests.parity.loops import Loop, assert_parity, assert_traffic, smallest_budget
 from tests.zoo import Attention, Frozen, Nested, Net, OddNet, build
 
-SCHEDULES = ("overlapped", "synchronous")
+SCHEDULES = ("overlapped", "synchronous", "deferred")
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "frozen": Frozen,

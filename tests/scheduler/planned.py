@@ -210,16 +210,25 @@ class PlannedRun:
                 is_resident = any(self.units[index].resident for index in group.units)
                 if group.trainable and ran & group.units and (is_resident or len(group.units) > 1):
                     await self._complete(group)
-        if self.placement.schedule is Schedule.SYNCHRONOUS:
-            for ticket in self._spills:
+        later: list[GroupUpdate] = []
+        if self.placement.schedule is not Schedule.OVERLAPPED:
+            self.read_ahead.force()
+            for ticket in [*(update.computed for update in self._updates), *self._spills]:
                 await ticket
             self._spills.clear()
             for index in sorted(self._gradients):
-                self._submit(self.groups[index])
+                update = self._make_update(self.groups[index])
+                is_resident = any(self.units[unit].resident for unit in self.groups[index].units)
+                if self.placement.schedule is Schedule.DEFERRED and not is_resident:
+                    later.append(update)
+                else:
+                    self.pipeline.submit([update])
+            self.pipeline.defer(later)
         self.step += 1
         self.read_ahead.step_submitted(self.step)
         for update in self._updates:
-            await update.computed
+            if update not in later:
+                await update.computed
         self._updates = [update for update in self._updates if not update.written.done]
 
     async def evaluate(self) -> None:
@@ -259,6 +268,7 @@ class PlannedRun:
     async def _gather(self, group: FlatGroup, phase: Phase) -> FakeRegion:
         copy = self.copies[group.index]
         if not copy.update.done:
+            self.read_ahead.want(group.index)
             await copy.update
         if not copy.claim():
             await self.read_ahead.demand(group.index)
@@ -291,7 +301,7 @@ class PlannedRun:
         if is_placed_on_nvme:
             self._spill(gradient)
         elif self.placement.schedule is Schedule.OVERLAPPED:
-            self._submit(group)
+            self.pipeline.submit([self._make_update(group)])
 
     def _spill(self, gradient: GroupGradient) -> None:
         lease, reservation = gradient.lease, gradient.reservation
@@ -304,7 +314,7 @@ class PlannedRun:
         ticket.add_done_callback(lambda _: (lease.release(), reservation.release()))  # type: ignore[func-returns-value]
         self._spills.append(ticket)
 
-    def _submit(self, group: FlatGroup) -> None:
+    def _make_update(self, group: FlatGroup) -> GroupUpdate:
         self.expected[group.index] += self._arrived[group.index]
         self._arrived[group.index] = 0
         update = GroupUpdate(
@@ -320,12 +330,13 @@ class PlannedRun:
         )
         update.copy.update = update.computed
         self._updates.append(update)
-        self.pipeline.submit([update])
+        return update
 
     # End -------------------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
         """Wait until nothing is in flight any more."""
+        self.read_ahead.force()
         self.read_ahead.stop()
         await asyncio.sleep(0)
         await self.pipeline.drain()

@@ -22,7 +22,7 @@ from tests.scheduler.planned import FIELDS, PlannedRun, UnitShape, plan
 
 PAGE = SHARD_ALIGN_NUMEL * 4
 STEPS = 3
-SCHEDULES = st.sampled_from([Schedule.SYNCHRONOUS, Schedule.OVERLAPPED])
+SCHEDULES = st.sampled_from([Schedule.SYNCHRONOUS, Schedule.OVERLAPPED, Schedule.DEFERRED])
 SPARES = st.integers(0, 60).map(lambda half_pages: half_pages * PAGE // 2)
 SEEDS = st.integers(0, 2**32)
 THOROUGH = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
