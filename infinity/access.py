@@ -57,11 +57,12 @@ class ParameterAccess:
         """
         runtime = self._runtime
         runtime.land_updates()
-        records = {r.chunk.index: r for r in runtime.states[group.index].records} if group.trainable else {}
+        records = {r.chunk.start: r for r in runtime.states[group.index].records} if group.trainable else {}
         runtime.gatherer.claim(group)
         try:
-            for chunk in group.layout.cut(runtime.placement.chunk_numel):
-                self._write_chunk(group, chunk, records.get(chunk.index))
+            for span in group.shard_spans():
+                for chunk in group.layout.cut(runtime.placement.chunk_numel, span):
+                    self._write_chunk(group, chunk, records.get(chunk.start))
         finally:
             runtime.gatherer.unclaim(group)
 
@@ -76,12 +77,12 @@ class ParameterAccess:
             new = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=chunk.numel)
             with torch.no_grad():
                 new.copy_(group.flat.detach()[chunk.start : chunk.stop])
-            old = copy.tensor[chunk.start : chunk.stop]
+            old = copy.tensor[group.in_shard(chunk)]
             changed = (_bits(old) != _bits(new)) & _payload(chunk)
             if not bool(changed.any()):
                 return
             if not copy.pinned:
-                offset = chunk.start * group.shard_dtype.itemsize
+                offset = group.in_shard(chunk).start * group.shard_dtype.itemsize
                 self._write(group.key, lease.memory[:param_nbytes], "param", offset)
             old.copy_(new)  # only now: a copy that counts as clean holds what the swap file holds
             if record is not None and has_rest:

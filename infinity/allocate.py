@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
+from infinity.collectives import Collectives
 from infinity.config import Config, Schedule
 from infinity.devices.base import Device
 from infinity.gather import Gatherer
 from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
 from infinity.io_loop import IoLoop
+from infinity.lockstep import Lockstep
 from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
@@ -24,6 +27,7 @@ from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
 from infinity.optim.records import GroupState, create_records
 from infinity.order import AccessOrder
 from infinity.placement import Placement
+from infinity.rank_gradients import RankGradientSink
 from infinity.readahead import ReadAhead
 from infinity.released import Access
 from infinity.residency import HostCopy
@@ -47,6 +51,7 @@ class Blueprint:
     kernel: Kernel
     threads: KernelThreads
     device: Device
+    collectives: Collectives | None = None  # with several ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +134,11 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     def retire_gradient() -> bool:
         return sink.retire_first()
 
-    gatherer = Gatherer(plan.device, plan.groups, made.copies, read_ahead, made.io, stalls, retire_gradient)
-    sink = _sink(plan, made, stalls, in_flight, free_ahead=gatherer.free_ahead)
+    lockstep = Lockstep(plan.collectives, stalls) if plan.collectives is not None else None
+    gatherer = Gatherer(plan.device, plan.groups, made.copies, read_ahead, made.io, stalls, retire_gradient, lockstep)
+    sink = _sink(plan, made, stalls, in_flight, gatherer.free_ahead, lockstep)
+    if lockstep is not None and isinstance(sink, RankGradientSink):
+        lockstep.serve(plan.groups, gatherer.lend, sink.join)
     return Runtime(
         model=plan.model,
         config=plan.config,
@@ -157,6 +165,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         inspection=inspection,
         failure=made.failure,
         in_flight=in_flight,
+        lockstep=lockstep,
     )
 
 
@@ -166,8 +175,10 @@ def _sink(
     stalls: StallClock,
     in_flight: list[GroupUpdate],
     free_ahead: Callable[[], bool],
+    lockstep: Lockstep | None,
 ) -> GradientSink:
-    return GradientSink(
+    make = GradientSink if lockstep is None else partial(RankGradientSink, lockstep=lockstep)
+    return make(
         device=plan.device,
         pool=made.pool,
         store=made.store,
@@ -204,7 +215,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
     nvme, placement = plan.config.nvme, plan.placement
     if not placement.nvme_nbytes:
         return None
-    paths = stack.enter_context(swap_directories(nvme.paths))
+    paths = stack.enter_context(swap_directories(nvme.paths, rank=_rank_of(plan)))
     options = StorageOptions(
         engine=nvme.engine.value,
         block_nbytes=nvme.block_nbytes,
@@ -224,6 +235,10 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         if group.index in placement.spilled_gradients:
             store.create(gradient_key(group), gradient_nbytes(group))
     return store
+
+
+def _rank_of(plan: Blueprint) -> int | None:
+    return plan.collectives.ranks.global_rank if plan.collectives is not None else None
 
 
 def _free_memory(made: Sequence[Runtime]) -> None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import psutil
 import torch
 from torch import nn
 
 from infinity.allocate import Blueprint, allocate
+from infinity.collectives import Collectives
 from infinity.config import Config, DeviceKind, Precision, Schedule
 from infinity.devices.base import Device
 from infinity.devices.select import make_device
 from infinity.errors import ConfigError, UnsupportedModelError
-from infinity.groups import FlatGroup, Unit
+from infinity.groups import ALONE, FlatGroup, Unit
 from infinity.init import staging_nbytes
+from infinity.layout import Sharding
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Placement, Request, make_placement
+from infinity.placement import Request, make_placement
+from infinity.rank_gradients import reduction_nbytes
+from infinity.ranks import Ranks
 from infinity.released import Access
 from infinity.runtime import Runtime
 from infinity.units import ROOT_NAME, UnitSpec, partition
@@ -29,61 +34,103 @@ _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is avai
 _HOST_SHARE = 2
 
 
-def assemble(model: nn.Module, config: Config, access: Access) -> Runtime:
+def assemble(model: nn.Module, config: Config, access: Access, ranks: Ranks | None = None) -> Runtime:
     """Plan, then allocate. A plan that cannot work is refused before the model is touched or a file is made.
+
+    Args:
+        ranks: who shares the shards; None with one rank.
 
     Raises:
         ConfigError, PlacementError, UnsupportedModelError: before anything was changed.
         SwapFullError and other storage errors: nothing is left behind.
     """
-    _refuse_ranks()
+    _refuse_with_ranks(config, ranks)
     specs = partition(
         model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes
     )
     if not specs:
         raise UnsupportedModelError("the model has no parameters; there is nothing to offload")
     with ExitStack() as stack:
-        device = make_device(config.device, _device_budget(config))
+        collectives = _connect(config, ranks, stack)
+        local_size = _local_size(collectives)
+        device = make_device(config.device, _device_budget(config, local_size))
         stack.callback(device.close)
         threads = KernelThreads(config.optimizer_threads)
         stack.callback(threads.close)
         kernel = kernel_for(config.precision, threads, config.optimizer)
-        groups, units = _make_groups(specs, config.precision, kernel, device)
-        placement = _plan(model, config, units, groups, kernel, device)
-        blueprint = Blueprint(model, config, access, placement, units, groups, kernel, threads, device)
+        sharding = ranks.sharding(config.stage) if ranks is not None else ALONE
+        groups, units = _make_groups(specs, config.precision, kernel, device, sharding)
+        request = _request(model, config, units, groups, kernel, device, local_size)
+        if collectives is not None:
+            request = replace(request, ranks_nbytes=_ranks_nbytes(groups, collectives))
+        placement = make_placement(request)
+        blueprint = Blueprint(model, config, access, placement, units, groups, kernel, threads, device, collectives)
         runtime = allocate(blueprint, stack)
         runtime.closing = stack.pop_all()
     return runtime
 
 
-def _refuse_ranks() -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world_size = max(world_size, torch.distributed.get_world_size())
-    if world_size > 1:
+def _refuse_with_ranks(config: Config, ranks: Ranks | None) -> None:
+    if ranks is None:
+        return
+    if config.stage != 3:
+        raise ConfigError(f"stage = {config.stage}: with several ranks this version shards everything; use stage=3")
+    if config.schedule is Schedule.OVERLAPPED:
         raise ConfigError(
-            f"this job has {world_size} ranks; this version trains on one. Start a single process (unset WORLD_SIZE)"
+            "schedule='overlapped' updates parameters during backward, before the ranks have agreed which of them have "
+            "a gradient; with several ranks use 'synchronous' or 'auto'"
         )
+    if config.device.kind is DeviceKind.FAKE:
+        raise ConfigError("device.kind='fake' computes for one rank; with several ranks use 'cpu' or 'cuda'")
 
 
-def _device_budget(config: Config) -> int:
+def _connect(config: Config, ranks: Ranks | None, stack: ExitStack) -> Collectives | None:
+    if ranks is None:
+        return None
+    uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
+    collectives = Collectives(ranks, torch.device("cuda" if uses_cuda else "cpu"), config.rank_timeout_s)
+    stack.callback(collectives.close)
+    return collectives
+
+
+def _local_size(collectives: Collectives | None) -> int:
+    """Processes of this job on this machine, which share its memory and drives."""
+    if collectives is None:
+        return 1
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() and int(given) else collectives.local_size()
+
+
+def _ranks_nbytes(groups: Sequence[FlatGroup], collectives: Collectives) -> int:
+    """Device bytes for transfers between ranks: one gradient being averaged, and what is lent meanwhile."""
+    replicas = collectives.ranks.replicas
+    reduction = max((reduction_nbytes(group, replicas) for group in groups if group.trainable), default=0)
+    lent = [
+        (g.layout.numel if collectives.uses_nccl else g.param_span.numel) * g.compute_dtype.itemsize
+        for g in groups
+        if g.is_gathered_from_ranks
+    ]
+    return reduction + max(lent, default=0)
+
+
+def _device_budget(config: Config, local_size: int) -> int:
     if config.device.budget is not None:
         return config.device.budget
     uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
     if uses_cuda:
         free_nbytes, _ = torch.cuda.mem_get_info()
         return int(free_nbytes) // 2
-    return int(psutil.virtual_memory().available) // _DEVICE_SHARE
+    return int(psutil.virtual_memory().available) // _DEVICE_SHARE // local_size
 
 
-def _host_budget(config: Config) -> int:
+def _host_budget(config: Config, local_size: int) -> int:
     if config.host.budget is not None:
-        return config.host.budget
-    return int(psutil.virtual_memory().available) // _HOST_SHARE
+        return config.host.budget // local_size
+    return int(psutil.virtual_memory().available) // _HOST_SHARE // local_size
 
 
 def _make_groups(
-    specs: Sequence[UnitSpec], precision: Precision, kernel: Kernel, device: Device
+    specs: Sequence[UnitSpec], precision: Precision, kernel: Kernel, device: Device, sharding: Sharding = ALONE
 ) -> tuple[list[FlatGroup], list[Unit]]:
     compute_dtype = device.compute_dtype(precision)
     groups: list[FlatGroup] = []
@@ -99,7 +146,12 @@ def _make_groups(
             shard, compute = _dtypes(own[0].name, dtype, trainable, precision, kernel, compute_dtype)
             kind = str(dtype).removeprefix("torch.") + ("" if trainable else ".frozen")
             group = FlatGroup(
-                len(groups), f"{spec.name or ROOT_NAME}/{kind}", own, shard_dtype=shard, compute_dtype=compute
+                len(groups),
+                f"{spec.name or ROOT_NAME}/{kind}",
+                own,
+                shard_dtype=shard,
+                compute_dtype=compute,
+                sharding=sharding,
             )
             groups.append(group)
             mine[group.index] = group
@@ -129,29 +181,28 @@ def _dtypes(
     return kernel.param_dtype, compute_dtype
 
 
-def _plan(
+def _request(
     model: nn.Module,
     config: Config,
     units: Sequence[Unit],
     groups: Sequence[FlatGroup],
     kernel: Kernel,
     device: Device,
-) -> Placement:
+    local_size: int,
+) -> Request:
     schedule, reason = config.schedule, "asked for"
     if schedule is Schedule.AUTO:
         schedule = Schedule.SYNCHRONOUS
         reason = "auto: right for every loop, with accumulation and clipping"
-    return make_placement(
-        Request(
-            units=units,
-            groups=groups,
-            fields=kernel.fields,
-            schedule=schedule,
-            schedule_reason=reason,
-            host_budget_nbytes=_host_budget(config),
-            device_budget_nbytes=device.budget.limit_nbytes,
-            nvme_budget_nbytes=config.nvme.budget,
-            chunk_nbytes=config.chunk,
-            staging_nbytes=staging_nbytes(model, groups),
-        )
+    return Request(
+        units=units,
+        groups=groups,
+        fields=kernel.fields,
+        schedule=schedule,
+        schedule_reason=reason,
+        host_budget_nbytes=_host_budget(config, local_size),
+        device_budget_nbytes=device.budget.limit_nbytes,
+        nvme_budget_nbytes=None if config.nvme.budget is None else config.nvme.budget // local_size,
+        chunk_nbytes=config.chunk,
+        staging_nbytes=staging_nbytes(model, groups),
     )

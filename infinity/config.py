@@ -236,7 +236,8 @@ class Config(_Section):
 
     `optimizer` is the one whose state is planned for; an optimizer with less state may be built over it as well.
     `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
-    repeated blocks and smaller than `resident_threshold` stay on the device. `unit_classes` names the modules whose
+    repeated blocks and smaller than `resident_threshold` stay on the device. A rank waits for others at most
+    `rank_timeout_s`. `unit_classes` names the modules whose
     parameters are gathered together (empty: the outermost repeated blocks are found automatically).
     Raises ConfigError for anything unknown, of the wrong kind or contradictory.
     """
@@ -250,6 +251,7 @@ class Config(_Section):
     optimizer: Annotated[OptimizerKind, BeforeValidator(_choice(OptimizerKind))] = OptimizerKind.ADAMW
     chunk: Nbytes | None = None
     resident_threshold: NbytesOrZero = MIB
+    rank_timeout_s: Seconds = 600.0
     unit_classes: Annotated[tuple[str | type, ...], BeforeValidator(_unit_classes)] = ()
     optimizer_threads: Count | None = None
 

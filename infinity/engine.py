@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from infinity.assemble import assemble
 from infinity.checkpoint.load import load_checkpoint
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
 from infinity.checkpoint.save import save_checkpoint
-from infinity.config import Config
+from infinity.config import Config, DeviceKind
+from infinity.errors import CheckpointError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.init import InitFn, fill_shards
@@ -27,9 +28,14 @@ from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
 from infinity.order import Phase
 from infinity.plan.summary import Plan
+from infinity.ranks import Ranks, discover
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
 from infinity.updates import OptimizerView, Updates
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +54,9 @@ class Engine:
         *,
         init_fn: InitFn | None = None,
         on_progress: Callable[[str], None] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._runtime: Runtime = assemble(model, config, self)
+        self._runtime: Runtime = assemble(model, config, self, ranks)
         try:
             self._start(init_fn, on_progress)
         except BaseException:
@@ -106,7 +113,10 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them between ranks; with one rank there is nothing to save."""
+        """As in `DistributedDataParallel`: gradients of this block are averaged over the ranks before the next step.
+
+        It saves no transfer: gradients are averaged after every backward, because a whole one need not fit anywhere.
+        """
         yield
 
     def reset_iteration(self) -> None:
@@ -138,6 +148,7 @@ class Engine:
             IterationError: an update was lost, or the running step has been applied in part.
         """
         self._check_open()
+        self._refuse_ranks("engine.save()")
         self._accept_edits()
         save_checkpoint(self._runtime, self._updates, Path(path), optimizer, extra)
 
@@ -157,16 +168,19 @@ class Engine:
             IterationError: an update was lost, or the running step has been applied in part.
         """
         self._check_open()
+        self._refuse_ranks("engine.load()")
         return load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), optimizer)
 
     def read_optimizer_state(self) -> SlotStates:
         """Called by the optimizer's `state_dict()`: copies of all moments."""
         self._check_open()
+        self._refuse_ranks("optimizer.state_dict()")
         return read_states(self._runtime, self._updates)
 
     def write_optimizer_state(self, states: SlotStates) -> None:
         """Called by the optimizer's `load_state_dict()`: replaces all moments and step counts."""
         self._check_open()
+        self._refuse_ranks("optimizer.load_state_dict()")
         write_states(self._runtime, self._updates, states)
 
     # Looking inside --------------------------------------------------------------------------------------------
@@ -240,7 +254,17 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._runtime.lockstep is not None:
+            self._runtime.lockstep.collectives.note_error(error)
         self.close()
+
+    def _refuse_ranks(self, what: str) -> None:
+        if self._runtime.lockstep is not None:
+            ranks = self._runtime.lockstep.collectives.ranks
+            raise CheckpointError(
+                f"{what} works with one rank; this engine shares its state with {ranks.size - 1} others. Gather the "
+                "parameters, one module at a time, with infinity.gathered(module) on every rank, to save them"
+            )
 
     def _accept_edits(self) -> None:
         """Parameters that are there (resident, or in a `gathered()` block) may be edited; the next update sees it."""
@@ -272,8 +296,13 @@ def offload(
     *,
     init_fn: InitFn | None = None,
     on_progress: Callable[[str], None] | None = None,
+    process_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """Offload a model: its parameters, gradients and optimizer state move into the tiers, its forward stays as it is.
+
+    In a job of several ranks (torchrun's environment, or a process group that is there already) every rank calls this
+    with the same model; the ranks share the state as `config.stage` says, and start with the first rank's values.
 
     Args:
         model: a built model, or one built under `infinity.empty_init()`, which is then initialised unit by unit.
@@ -281,8 +310,11 @@ def offload(
         init_fn: for a model without data: called with every module that owns parameters, in module order. Default is
             their `reset_parameters()`.
         on_progress: told the name of every shard that has been initialised.
+        process_group: share with its ranks, instead of with all.
+        mesh: share over its dimension; of two, replicate over the first and share over the second (hybrid sharding).
 
     Raises:
+        RankError: the ranks hold different models, or one of them failed.
         ConfigError, PlacementError, UnsupportedModelError: before the model is touched.
         SwapFullError: the swap directories have too little space; nothing is left behind.
 
@@ -290,4 +322,7 @@ def offload(
         engine = infinity.offload(model, infinity.Config(precision="bf16"))
         optimizer = infinity.AdamW(model.parameters(), lr=3e-4)
     """
-    return Engine(model, config or Config(), init_fn=init_fn, on_progress=on_progress)
+    config = config or Config()
+    uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
+    ranks = discover(process_group, mesh, uses_cuda=uses_cuda)
+    return Engine(model, config, init_fn=init_fn, on_progress=on_progress, ranks=ranks if ranks.size > 1 else None)

@@ -7,7 +7,8 @@ InfinityError
 ├── UnsupportedModelError     which module, what, what to do instead
 ├── NotGatheredError          parameter name, operation, what to do
 ├── CheckpointError           what is damaged or does not match, and which checkpoint is still good
-└── IterationError            the step is lost, the engine is reset; the first failure is the cause
+├── IterationError            the step is lost, the engine is reset; the first failure is the cause
+└── RankError                 which other rank failed, left or disagrees, and with what
 
 The errors of the storage layer (`storage.errors`) travel unchanged: they are raised where the user's thread waits.
 """
@@ -39,6 +40,10 @@ class NotGatheredError(InfinityError, RuntimeError):
 
 class CheckpointError(InfinityError):
     """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class RankError(InfinityError):
+    """Another rank failed, has left, or does something else than this one; the ranks cannot go on together."""
 
 
 class IterationError(InfinityError):

@@ -9,7 +9,7 @@ device thread, which counts as the same: one of them waits while the other runs)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from enum import Enum
 
 import torch
@@ -18,6 +18,8 @@ from infinity.devices.base import Device, DeviceBlock, Fence
 from infinity.errors import DeviceOutOfMemoryError
 from infinity.groups import FlatGroup
 from infinity.io_loop import IoLoop
+from infinity.layout import FlatSpan
+from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.order import Phase
 from infinity.readahead import ReadAhead
@@ -59,6 +61,7 @@ class Gatherer:
         copies: host copies by group index.
         read_ahead, io: the scheduler and the loop it runs on.
         retire_gradient: waits for device memory that a gradient gives back; False when none is on its way down.
+        lockstep: where other ranks hold parts of the shards; None with one rank.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class Gatherer:
         io: IoLoop,
         stalls: StallClock,
         retire_gradient: Callable[[], bool],
+        lockstep: Lockstep | None = None,
     ) -> None:
+        self._lockstep = lockstep
         self._device = device
         self._retire_gradient = retire_gradient
         self._copies = copies
@@ -170,6 +175,39 @@ class Gatherer:
         finally:
             self.unclaim(group)
 
+    def lend(self, group: FlatGroup, wanting: Collection[int]) -> None:
+        """Give other ranks, by member number, this rank's span of a group that it does not gather now itself."""
+        if self._lockstep is None:
+            return
+        gathering, span = self._gatherings[group.index], group.param_span
+        collectives = self._lockstep.collectives
+        if gathering.state is not GatherState.RELEASED and not collectives.uses_nccl:
+            if gathering.fence is not None:
+                self._device.make_ready(gathering.fence)
+            collectives.lend(group.flat.data[span.start : span.stop], wanting)
+            return
+        # What is thrown away has the size of what the transfer fills: with NCCL the whole buffer.
+        place = span if collectives.uses_nccl else FlatSpan(0, span.numel)
+        numel = group.layout.numel if collectives.uses_nccl else span.numel
+        block = self._allocate(numel * group.compute_dtype.itemsize, f"span of {group.key} for other ranks")
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                buffer = torch.empty(numel, dtype=group.compute_dtype, device=self._device.torch_device)
+            own = buffer[place.start : place.stop]
+            offset_nbytes = place.start * group.compute_dtype.itemsize
+            copy = self.claim(group)
+            try:
+                fence = self._device.upload(block, copy.tensor, own, group.key, offset_nbytes=offset_nbytes)
+                self._stalls.wait_fence(fence, group.key)
+            finally:
+                self.unclaim(group)
+            if collectives.uses_nccl:
+                self._lockstep.gather_now(buffer, group.span_of)
+            else:
+                collectives.lend(own, wanting)
+        finally:
+            self._device.free(block)
+
     def unclaim(self, group: FlatGroup) -> None:
         """Give up a claim made with `claim`."""
         self._io.post(self._read_ahead.consumed, group.index, Phase.BACKWARD)
@@ -216,7 +254,7 @@ class Gatherer:
         """Start the upload of a claimed copy. If that fails the group is released and the claim given up."""
         group = gathering.group
         try:
-            gathering.block = self._allocate(group)
+            gathering.block = self._allocate(group.flat_nbytes, group.key)
             group.allocate_flat()
             fence = self._fill(gathering, gathering.block, copy)
         except BaseException:
@@ -230,7 +268,9 @@ class Gatherer:
         group = gathering.group
         # The plain copy would count as an in-place change of saved tensors, and backward would refuse them.
         with torch.no_grad(), preserve_version_counter(group.flat):
-            fence = self._device.upload(block, copy.tensor, group.flat, group.key)
+            span, size = group.param_span, group.compute_dtype.itemsize
+            own = group.flat[span.start : span.stop]
+            fence = self._device.upload(block, copy.tensor, own, group.key, offset_nbytes=span.start * size)
         gathering.fence = fence
         return fence
 
@@ -238,15 +278,17 @@ class Gatherer:
         if gathering.fence is not None:
             self._device.make_ready(gathering.fence)
             gathering.fence = None
+        if self._lockstep is not None and gathering.group.is_gathered_from_ranks:
+            self._lockstep.gather(gathering.group)
         gathering.version = gathering.group.flat._version
         gathering.state = GatherState.GATHERED
         gathering.group.show_gathered()
 
-    def _allocate(self, group: FlatGroup) -> DeviceBlock:
-        """Device memory for a group. Gradients on their way down give theirs back first, then what is ahead."""
+    def _allocate(self, nbytes: int, owner: str) -> DeviceBlock:
+        """Device memory. Gradients on their way down give theirs back first, then what was uploaded ahead."""
         while True:
             try:
-                return self._device.allocate(group.flat_nbytes, group.key)
+                return self._device.allocate(nbytes, owner)
             except DeviceOutOfMemoryError:
                 if not (self._retire_gradient() or self.free_ahead()):
                     raise

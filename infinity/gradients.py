@@ -19,7 +19,7 @@ from infinity.groups import FlatGroup
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.optim.clip import parameter_norm
-from infinity.released import SpilledGradient, fresh_grad, set_fresh_grad
+from infinity.released import OffloadedParameter, SpilledGradient, fresh_grad, set_fresh_grad
 from infinity.shard_io import ShardIo
 from storage.budget import Reservation, TierBudget
 from storage.pool import HostPool, Lease
@@ -30,7 +30,7 @@ GRAD_DTYPE = torch.float32
 
 def gradient_nbytes(group: FlatGroup) -> int:
     """Bytes of a group's gradient in host memory or in the swap file."""
-    return group.layout.numel * GRAD_DTYPE.itemsize
+    return group.grad_span.numel * GRAD_DTYPE.itemsize
 
 
 def gradient_key(group: FlatGroup) -> str:
@@ -49,6 +49,7 @@ class GroupGradient:
         self.norms: dict[int, torch.Tensor] = {}
         self.fences: list[Fence] = []
         self.is_spilled = False
+        self.is_filled = False  # with several ranks: whether the span holds something to add to
         self.lease: Lease | None = None
         self.reservation: Reservation | None = None
         self.arrival = Ticket.completed(group.key)  # completes when what was spilled is back in memory
@@ -56,24 +57,27 @@ class GroupGradient:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The flat fp32 gradient in host memory."""
+        """This rank's span of the flat fp32 gradient, in host memory."""
         if self.lease is None:
             raise RuntimeError(f"the gradient of {self.group.key} is not in host memory")
-        return torch.frombuffer(self.lease.memory, dtype=GRAD_DTYPE, count=self.group.layout.numel)
+        return torch.frombuffer(self.lease.memory, dtype=GRAD_DTYPE, count=self.group.grad_span.numel)
 
     def slot_view(self, slot: int) -> torch.Tensor:
-        place = self.group.layout.slots[slot]
-        return self.tensor[place.offset : place.stop]
+        """The part of one parameter's gradient that lies in the span, flat; all of it with one rank."""
+        place, span = self.group.layout.slots[slot], self.group.grad_span
+        start = min(max(place.offset, span.start), span.stop)
+        return self.tensor[start - span.start : max(min(place.stop, span.stop), start) - span.start]
 
     def submit_read(self, chunk: Chunk, memory: memoryview, step: int) -> Ticket:
         """Read one chunk of a spilled gradient."""
-        return self._read(memory, chunk.start, chunk.payload_numel, step, Priority.READ_AHEAD)
+        return self._read(memory, self.group.in_grad(chunk).start, chunk.payload_numel, step, Priority.READ_AHEAD)
 
     def submit_read_back(self, step: int, priority: Priority) -> Ticket:
         """Read the whole spilled gradient into the lease."""
         if self.lease is None:
             raise RuntimeError(f"no host memory to read the gradient of {self.group.key} into")
-        self.arrival = self._read(self.lease.memory, 0, self.group.layout.payload_numel, step, priority)
+        payload_numel = self.group.layout.payload_in(self.group.grad_span)
+        self.arrival = self._read(self.lease.memory, 0, payload_numel, step, priority)
         return self.arrival
 
     def _read(self, memory: memoryview, start: int, payload_numel: int, step: int, priority: Priority) -> Ticket:
@@ -144,7 +148,7 @@ class GradientSink:
     def expect(self, group: FlatGroup) -> None:
         """A backward of the group begins: reserve device memory for its gradient; read back what was spilled."""
         if group.index not in self._blocks:
-            self._blocks[group.index] = self._allocate(group)
+            self._blocks[group.index] = self._allocate(group.flat_nbytes, f"gradient of {group.key}")
         gradient = self._gradients.get(group.index)
         if gradient is not None and gradient.is_spilled and gradient.lease is None:
             nbytes = gradient_nbytes(group)
@@ -167,8 +171,16 @@ class GradientSink:
                     f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
                     "sparse=False"
                 )
+        self._take_down(group, arrived)
+        self._retire()
+        return True
+
+    def _take_down(self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]]) -> None:
+        """Move the gradients of some slots to host memory."""
         gradient = self._open(group)
-        block = self._blocks.pop(group.index, None) or self._allocate(group)
+        block = self._blocks.pop(group.index, None)
+        if block is None:
+            block = self._allocate(group.flat_nbytes, f"gradient of {group.key}")
         fences: list[Fence] = []
         self._retiring.append((fences, block))  # at once: a download that fails must not keep the block
         for number, parameter in arrived:
@@ -188,12 +200,14 @@ class GradientSink:
             )
             gradient.present[number] = True
             gradient.norms.pop(number, None)
+        self._watch(gradient, fences)
+
+    def _watch(self, gradient: GroupGradient, fences: Sequence[Fence]) -> None:
+        """Keep downloads into a gradient in mind until they are over."""
         gradient.fences += fences
         for fence in [fence for fence in gradient.fences if fence.done]:
             fence.wait()  # raises what went wrong
             gradient.fences.remove(fence)
-        self._retire()
-        return True
 
     def settle(self, group: FlatGroup) -> None:
         """A backward of the group is over: spill its gradient if that is where it is placed."""
@@ -210,7 +224,7 @@ class GradientSink:
             gradient_key(group),
             lease.memory,
             tag=TrafficTag("grad", self.step),
-            payload_nbytes=group.layout.payload_numel * size,
+            payload_nbytes=group.layout.payload_in(group.grad_span) * size,
         )
         gradient.lease = gradient.reservation = None
         gradient.is_spilled = True
@@ -283,11 +297,14 @@ class GradientSink:
 
     def norms(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
         """The 2-norm of every given slot that has a gradient, in the given order."""
+        return [self._gradients[group.index].norms[slot] for group, slot in self._measured(slots)]
+
+    def _measured(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[tuple[FlatGroup, int]]:
+        """Those of the slots that have a gradient, after it has been measured."""
         wanted = [(group, slot) for group, slot in slots if self.has(group, slot)]
         for group in {group.index: group for group, _ in wanted}.values():
             gradient = self._gradients[group.index]
-            missing = [s for s, there in enumerate(gradient.present) if there and s not in gradient.norms]
-            if not missing:
+            if self._is_measured(gradient):
                 continue
             if gradient.is_spilled and gradient.lease is None:
                 self._read_back(gradient)
@@ -295,7 +312,10 @@ class GradientSink:
                 gradient.release()
             else:
                 self._measure(gradient)
-        return [self._gradients[group.index].norms[slot] for group, slot in wanted]
+        return wanted
+
+    def _is_measured(self, gradient: GroupGradient) -> bool:
+        return all(slot in gradient.norms for slot, there in enumerate(gradient.present) if there)
 
     def discard(self) -> None:
         """Forget every gradient (zero_grad, or the iteration was reset), and what went wrong with it."""
@@ -384,12 +404,12 @@ class GradientSink:
             self._stalls.wait_fence(fence, f"gradient of {gradient.group.key}")
         gradient.fences = []
 
-    def _allocate(self, group: FlatGroup) -> DeviceBlock:
+    def _allocate(self, nbytes: int, owner: str) -> DeviceBlock:
         """Device memory for a gradient. Gradients on their way down give theirs back first, then what is ahead."""
         while True:
             self._retire()
             try:
-                return self._device.allocate(group.flat_nbytes, f"gradient of {group.key}")
+                return self._device.allocate(nbytes, owner)
             except DeviceOutOfMemoryError:
                 if not (self.retire_first() or self._free_ahead()):
                     raise

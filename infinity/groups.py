@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
-from infinity.layout import FlatLayout
+from infinity.layout import Chunk, FlatLayout, FlatSpan, Sharding
 from infinity.released import Access, OffloadedParameter, ParameterRef, ReleasedParameter
 from infinity.units import Owned, Owners
+
+ALONE = Sharding()
 
 
 class FlatGroup:
@@ -34,6 +36,7 @@ class FlatGroup:
         own: the parameters as the model holds them, with their owners.
         shard_dtype: dtype of the stored shard.
         compute_dtype: dtype of the flat buffer and of the parameters that modules see.
+        sharding: how ranks share the flat buffer.
     """
 
     def __init__(
@@ -44,21 +47,49 @@ class FlatGroup:
         *,
         shard_dtype: torch.dtype,
         compute_dtype: torch.dtype,
+        sharding: Sharding = ALONE,
     ) -> None:
         self.index = index
         self.key = key
-        self.layout = FlatLayout.pack((entry.name, entry.parameter.shape) for entry in own)
+        self.sharding = sharding
+        self.layout = FlatLayout.pack(((entry.name, entry.parameter.shape) for entry in own), sharding.size)
+        self.param_span = sharding.param_span(self.layout.numel)
+        self.grad_span = sharding.grad_span(self.layout.numel)
+        self.state_span = sharding.state_span(self.layout.numel)
         self.owners: tuple[Owners, ...] = tuple(entry.owners for entry in own)
         self.trainable = own[0].parameter.requires_grad
         self.source_dtype = own[0].parameter.dtype
         self.shard_dtype = shard_dtype
         self.compute_dtype = compute_dtype
-        self.shard_nbytes = self.layout.numel * shard_dtype.itemsize
+        self.shard_nbytes = self.param_span.numel * shard_dtype.itemsize
+        self.shard_payload_nbytes = self.layout.payload_in(self.param_span) * shard_dtype.itemsize
         self.flat_nbytes = self.layout.numel * compute_dtype.itemsize
         self.units: set[int] = set()  # every unit that gathers this group: more than one when parameters are tied
         self.flat = torch.empty(0)
         self.parameters: tuple[OffloadedParameter, ...] = ()
         self.stand_ins: tuple[ReleasedParameter, ...] = ()
+
+    @property
+    def is_gathered_from_ranks(self) -> bool:
+        """Whether other ranks hold parts of the parameters."""
+        return self.param_span != self.layout.whole
+
+    def span_of(self, rank: int) -> FlatSpan:
+        """The elements of the flat buffer that `rank` updates."""
+        return self.sharding.span_of(rank, self.layout.numel)
+
+    def shard_spans(self) -> list[FlatSpan]:
+        """The spans of ranks that this rank's shard of the parameters consists of: its own one, or all."""
+        every = [self.span_of(rank) for rank in range(self.sharding.size)]
+        return [span for span in every if self.param_span.start <= span.start and span.stop <= self.param_span.stop]
+
+    def in_shard(self, chunk: Chunk) -> slice:
+        """Where the elements of a chunk lie in this rank's shard of the parameters."""
+        return slice(chunk.start - self.param_span.start, chunk.stop - self.param_span.start)
+
+    def in_grad(self, chunk: Chunk) -> slice:
+        """Where the elements of a chunk lie in this rank's gradient."""
+        return slice(chunk.start - self.grad_span.start, chunk.stop - self.grad_span.start)
 
     def attach(self, device: torch.device, access: Access) -> None:
         """Make the flat buffer, the parameters over it and their stand-ins. Nothing is gathered yet."""

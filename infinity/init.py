@@ -17,6 +17,7 @@ from torch import nn
 from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause
+from infinity.rank_init import check_same_model, copy_span, share_buffers, share_shard
 from infinity.runtime import Runtime
 from storage.align import align_down
 from storage.pool import Lease
@@ -61,15 +62,16 @@ def _open_spans(model: nn.Module, groups: Sequence[FlatGroup]) -> list[tuple[int
 
 def staging_nbytes(model: nn.Module, groups: Sequence[FlatGroup]) -> int:
     """Host bytes that initialisation holds at most beside the shards placed in host memory."""
+    shared = 2 * max((group.shard_nbytes for group in groups if group.sharding.size > 1), default=0)
     if not groups or not any(_is_meta(group) for group in groups):
-        return max((group.shard_nbytes for group in groups), default=0)
+        return max(shared, max((group.shard_nbytes for group in groups), default=0))
     spans = _open_spans(model, groups)
     sizes = [group.layout.numel * group.source_dtype.itemsize for group in groups]
     peak = 0
     for start, _ in spans:
         peak = max(peak, sum(n for (a, b), n in zip(spans, sizes, strict=True) if a <= start <= b))
     converted = [min(g.shard_nbytes, _CONVERT_NBYTES) for g in groups if g.shard_dtype is not g.source_dtype]
-    return peak + max(converted, default=0)
+    return peak + max(shared, max(converted, default=0))
 
 
 def fill_shards(runtime: Runtime, init_fn: InitFn | None, on_progress: Callable[[str], None] | None = None) -> None:
@@ -88,11 +90,15 @@ def fill_shards(runtime: Runtime, init_fn: InitFn | None, on_progress: Callable[
         _refuse_half_built(group)
     if empty and init_fn is None:
         _refuse_uninitialised(empty)
+    if runtime.lockstep is not None:
+        check_same_model(runtime.lockstep, runtime.model, runtime.groups)
     for group in built:
         _adopt(runtime, group)
         _report(on_progress, group)
     if empty:
         _materialise(runtime, empty, init_fn, on_progress)
+    if runtime.lockstep is not None:
+        share_buffers(runtime.lockstep, runtime.model)
 
 
 def _report(on_progress: Callable[[str], None] | None, group: FlatGroup) -> None:
@@ -137,14 +143,20 @@ def _refuse_uninitialised(groups: Sequence[FlatGroup]) -> None:
 
 def _adopt(runtime: Runtime, group: FlatGroup) -> None:
     """Copy the parameters of an already built model into the shard, then let the model forget them."""
-    lease = runtime.pool.lease(group.shard_nbytes, group.key)
-    shard = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.layout.numel)
-    shard.zero_()
-    with torch.no_grad():
-        for slot, source in zip(group.layout.slots, _sources(group), strict=True):
-            shard[slot.offset : slot.stop].copy_(source.detach().reshape(-1))
+    lease = _make_shard(runtime, group)
     group.show_released()
     _place(runtime, group, lease)
+
+
+def _make_shard(runtime: Runtime, group: FlatGroup) -> Lease:
+    """This rank's shard, made of the values that the modules hold; with several ranks, of those on the first one."""
+    lease = runtime.pool.lease(group.shard_nbytes, group.key)
+    shard = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.param_span.numel)
+    if runtime.lockstep is not None:
+        share_shard(runtime.lockstep, runtime.pool, group, _sources(group), shard)
+    else:
+        copy_span(group, _sources(group), group.param_span, shard)
+    return lease
 
 
 def _place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
@@ -155,10 +167,10 @@ def _place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
         copy.landed()
         return
     with lease:
-        _write(runtime, group, lease.memory, 0, group.layout.payload_numel)
+        _write(runtime, group, lease.memory, 0, group.shard_payload_nbytes)
 
 
-def _write(runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes: int, payload_numel: int) -> None:
+def _write(runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes: int, payload_nbytes: int) -> None:
     if runtime.store is None:
         raise UnsupportedModelError(f"{group.key} has no place in the swap files")
     ticket = runtime.store.submit_write(
@@ -166,7 +178,7 @@ def _write(runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes
         memory,
         offset=offset_nbytes,
         tag=TrafficTag("param", INIT_STEP),
-        payload_nbytes=payload_numel * group.shard_dtype.itemsize,
+        payload_nbytes=payload_nbytes,
     )
     runtime.stalls.wait(ticket, StallCause.NVME_WRITE)
 
@@ -189,15 +201,18 @@ class _Staging:
     def close(self) -> None:
         """Convert, write, give the memory back."""
         group, runtime = self.group, self._runtime
-        group.show_released()
         copy = runtime.copies[group.index]
         with self._lease, torch.no_grad():
+            if runtime.lockstep is not None:
+                _adopt(runtime, group)
+                return
+            group.show_released()
             if copy.pinned:
                 lease = runtime.pool.lease(group.shard_nbytes, group.key)
                 torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.layout.numel).copy_(self._flat)
                 _place(runtime, group, lease)
             elif group.shard_dtype is group.source_dtype:
-                _write(runtime, group, self._lease.memory, 0, group.layout.payload_numel)
+                _write(runtime, group, self._lease.memory, 0, group.shard_payload_nbytes)
             else:
                 self._convert()
             del self._flat
@@ -211,7 +226,7 @@ class _Staging:
             for chunk in group.layout.cut(numel):
                 part[: chunk.numel].copy_(self._flat[chunk.start : chunk.stop])
                 memory = lease.memory[: chunk.numel * size]
-                _write(runtime, group, memory, chunk.start * size, chunk.payload_numel)
+                _write(runtime, group, memory, chunk.start * size, chunk.payload_numel * size)
 
 
 def _materialise(

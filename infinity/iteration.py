@@ -13,6 +13,7 @@ notices by the version counters of the parameters; here they do not move, so the
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,7 @@ from infinity.config import DeviceKind
 from infinity.errors import IterationError, NotGatheredError, UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
+from infinity.lockstep import Want
 from infinity.occupancy import Occupancy
 from infinity.order import Access, Mode, Phase
 from infinity.released import ReleasedParameter, fresh_grad, set_fresh_grad
@@ -105,6 +107,7 @@ class Iteration:
             forward, self._forward = self._forward, None
             if forward is not None and output is not None and not live_with_graph(output, forward):
                 self._kept_forwards.append(forward)
+            self._meet_after_forward(is_complete=output is not None)
 
     def pre_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
@@ -157,6 +160,8 @@ class Iteration:
         runtime.gatherer.release_all()
         runtime.sink.end_backward()
         self._backward_runs.clear()
+        if runtime.lockstep is not None:
+            runtime.lockstep.end(Want.END_BACKWARD)
 
     def end_step(self) -> None:
         """The optimizer step is over: counts start again."""
@@ -247,6 +252,17 @@ class Iteration:
                 self._runtime.sink.expect(group)
 
     # Parts -----------------------------------------------------------------------------------------------------
+
+    def _meet_after_forward(self, *, is_complete: bool) -> None:
+        """Others may still need this rank's shards; and the user's code may use collectives of its own now."""
+        lockstep = self._runtime.lockstep
+        if lockstep is None:
+            return
+        error = sys.exception()
+        if error is not None and not is_complete:
+            lockstep.collectives.note_error(error)  # the reason, should this rank end
+        elif self._runtime.config.stage == 3:
+            lockstep.end(Want.END_FORWARD)
 
     def _versions(self, groups: Sequence[FlatGroup]) -> list[int]:
         """How often each group has been updated."""

@@ -4,6 +4,9 @@ Parameters become *slots* of a flat buffer. Slots start at multiples of `SLOT_AL
 AdamW kernel gives the same bits for a part of a tensor as for the whole only when the cut is at such a multiple. The
 flat length is padded once to `SHARD_ALIGN_NUMEL` elements per rank, so that every shard, and every chunk cut from it,
 is a whole number of 4 KiB pages in any dtype and can be read and written with O_DIRECT.
+
+Several ranks share a flat buffer in equal spans, one after another in the order of the ranks. Which shard kinds a rank
+holds only its own span of, and which whole, is what the stages differ in (`Sharding`).
 """
 
 from __future__ import annotations
@@ -60,6 +63,47 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatSpan:
+    """Elements `start` to `stop` of a flat buffer: what one rank holds of it."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How `size` ranks share every flat buffer, seen from one of them; one rank holds everything.
+
+    Stage 1 shards the optimizer's state, stage 2 the gradients too, stage 3 the parameters too.
+    """
+
+    rank: int = 0
+    size: int = 1
+    stage: int = 3
+
+    def span_of(self, rank: int, numel: int) -> FlatSpan:
+        """The span of `rank` in a flat buffer of `numel` elements, which is a multiple of `size` pages."""
+        share = numel // self.size
+        return FlatSpan(rank * share, (rank + 1) * share)
+
+    def state_span(self, numel: int) -> FlatSpan:
+        """What this rank updates and holds the optimizer's state of."""
+        return self.span_of(self.rank, numel)
+
+    def grad_span(self, numel: int) -> FlatSpan:
+        """What this rank holds of the gradient."""
+        return self.span_of(self.rank, numel) if self.stage >= 2 else FlatSpan(0, numel)
+
+    def param_span(self, numel: int) -> FlatSpan:
+        """What this rank holds of the parameters."""
+        return self.span_of(self.rank, numel) if self.stage >= 3 else FlatSpan(0, numel)
+
+
+@dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Slots of one flat buffer. `numel` includes padding, `payload_numel` counts parameters only."""
 
@@ -86,17 +130,29 @@ class FlatLayout:
     def payload_numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 
-    def cut(self, chunk_numel: int) -> tuple[Chunk, ...]:
-        """Cut the flat buffer into chunks of at most `chunk_numel` elements (a multiple of `SHARD_ALIGN_NUMEL`)."""
+    @property
+    def whole(self) -> FlatSpan:
+        return FlatSpan(0, self.numel)
+
+    def pieces_in(self, span: FlatSpan) -> tuple[ChunkPiece, ...]:
+        """The parts of slots that lie in a span; none is empty, and they count from the span's start."""
+        return tuple(
+            ChunkPiece(number, max(slot.offset, span.start) - span.start, min(slot.stop, span.stop) - span.start)
+            for number, slot in enumerate(self.slots)
+            if slot.numel and slot.offset < span.stop and slot.stop > span.start
+        )
+
+    def payload_in(self, span: FlatSpan) -> int:
+        """How many elements of a span belong to parameters."""
+        return sum(piece.stop - piece.start for piece in self.pieces_in(span))
+
+    def cut(self, chunk_numel: int, span: FlatSpan | None = None) -> tuple[Chunk, ...]:
+        """Cut a span (default: all) into chunks of at most `chunk_numel` elements (multiple of `SHARD_ALIGN_NUMEL`)."""
         if chunk_numel <= 0 or chunk_numel % SHARD_ALIGN_NUMEL:
             raise ValueError(f"chunk_numel is {chunk_numel}; it must be a positive multiple of {SHARD_ALIGN_NUMEL}")
+        span = span or self.whole
         chunks = []
-        for index, start in enumerate(range(0, self.numel, chunk_numel)):
-            stop = min(start + chunk_numel, self.numel)
-            pieces = tuple(
-                ChunkPiece(number, max(slot.offset, start) - start, min(slot.stop, stop) - start)
-                for number, slot in enumerate(self.slots)
-                if slot.numel and slot.offset < stop and slot.stop > start
-            )
-            chunks.append(Chunk(index, start, stop, pieces))
+        for index, start in enumerate(range(span.start, span.stop, chunk_numel)):
+            stop = min(start + chunk_numel, span.stop)
+            chunks.append(Chunk(index, start, stop, self.pieces_in(FlatSpan(start, stop))))
         return tuple(chunks)

@@ -92,6 +92,7 @@ class Request:
     nvme_budget_nbytes: int | None
     chunk_nbytes: int | None
     staging_nbytes: int
+    ranks_nbytes: int = 0  # on the device, for transfers between ranks
 
 
 class _Sizes:
@@ -103,7 +104,7 @@ class _Sizes:
         self.streamed = [g for g in request.groups if g.index not in self.resident]
         self.shard: Mapping[int, int] = {g.index: g.shard_nbytes for g in request.groups}
         self.state: Mapping[int, int] = {
-            g.index: g.layout.numel * self.state_per_element if g.trainable else 0 for g in request.groups
+            g.index: g.state_span.numel * self.state_per_element if g.trainable else 0 for g in request.groups
         }
         self.gradient: Mapping[int, int] = {
             g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups
@@ -203,6 +204,8 @@ def _device_terms(request: Request, sizes: _Sizes) -> tuple[list[Term], int]:
         ),
         Term("largest unit", largest, f"parameters and gradients of {name} and what encloses it"),
     ]
+    if request.ranks_nbytes:
+        terms.append(Term("ranks", request.ranks_nbytes, "gradients being averaged, spans lent to other ranks"))
     return terms, sum(term.nbytes for term in terms)
 
 
@@ -240,7 +243,7 @@ class _HostDivision:
         self.minimum_nbytes = sum(term.nbytes for term in self.minimum_terms())
 
     def _smallest_chunk(self) -> int:
-        largest = max((g.layout.numel for g in self._sizes.streamed), default=SHARD_ALIGN_NUMEL)
+        largest = max((g.state_span.numel for g in self._sizes.streamed), default=SHARD_ALIGN_NUMEL)
         if self._request.chunk_nbytes is not None:
             wanted = self._request.chunk_nbytes // max(self._sizes.state_per_element, 4)
             return min(max(align_down(wanted, SHARD_ALIGN_NUMEL), SHARD_ALIGN_NUMEL), largest)
@@ -315,7 +318,7 @@ class _HostDivision:
     def _largest_chunk(self) -> int:
         if self._request.chunk_nbytes is not None:
             return self.chunk_numel
-        largest = max(g.layout.numel for g in self._sizes.streamed if g.trainable)
+        largest = max(g.state_span.numel for g in self._sizes.streamed if g.trainable)
         target = align_down(_TARGET_CHUNK_NBYTES // max(self._sizes.state_per_element, 4), SHARD_ALIGN_NUMEL)
         return max(self.chunk_numel, min(target, largest))
 

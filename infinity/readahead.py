@@ -363,7 +363,7 @@ class ReadAhead:
                 lease.memory,
                 priority=priority,
                 tag=TrafficTag(kind, self.step),
-                payload_nbytes=group.layout.payload_numel * group.shard_dtype.itemsize,
+                payload_nbytes=group.shard_payload_nbytes,
             )
             undo.pop_all()
         copy.begin_read(lease, reservation, ticket)

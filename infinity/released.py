@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -220,6 +220,10 @@ class SpilledGradient(StandIn):
     """Stands for a gradient that waits in the swap file: metadata only, everything else refuses."""
 
     parameter_name: str
+    why: ClassVar[str] = (
+        "waits in the swap file because the gradients do not fit in the host budget. To clip, use "
+        "infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to read gradients, raise host.budget"
+    )
 
     @staticmethod
     def __new__(cls, parameter_name: str, shape: Sequence[int], dtype: torch.dtype) -> SpilledGradient:
@@ -231,12 +235,20 @@ class SpilledGradient(StandIn):
     def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
         raise NotGatheredError(
             f"{getattr(func, '__name__', func)} on the gradient of {_first(cls, args, kwargs).parameter_name!r}, which "
-            "waits in the swap file because the gradients do not fit in the host budget. To clip, use "
-            "infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to read gradients, raise host.budget"
+            f"{cls.why}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SpilledGradient({self.parameter_name}, shape={tuple(self.shape)})"
+        return f"{type(self).__name__}({self.parameter_name}, shape={tuple(self.shape)})"
+
+
+class ShardedGradient(SpilledGradient):
+    """Stands for a gradient of which every rank has a part."""
+
+    why: ClassVar[str] = (
+        "is shared out among the ranks. To clip, use infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to read "
+        "gradients, use stage=1"
+    )
 
 
 def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -174,7 +174,7 @@ class HostCopy:
     @property
     def tensor(self) -> torch.Tensor:
         """The shard as a 1-D tensor of its stored dtype, a view of the host memory."""
-        return torch.frombuffer(self.memory, dtype=self.group.shard_dtype, count=self.group.layout.numel)
+        return torch.frombuffer(self.memory, dtype=self.group.shard_dtype, count=self.group.param_span.numel)
 
     def describe(self) -> str:
         return f"{self.group.key}: {' → '.join(state.value for state in self.history)}"

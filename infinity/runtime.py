@@ -16,6 +16,7 @@ from infinity.gather import Gatherer
 from infinity.gradients import GradientSink
 from infinity.groups import FlatGroup, Unit
 from infinity.io_loop import IoLoop
+from infinity.lockstep import Lockstep
 from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.observe.trace import Trace
@@ -73,6 +74,7 @@ class Runtime:
     inspection: Inspection
     failure: Failure
     in_flight: list[GroupUpdate]  # written by the training thread
+    lockstep: Lockstep | None = None  # with several ranks
     closing: ExitStack = field(default_factory=ExitStack)
     step: int = 0
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)

@@ -7,7 +7,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from storage.filesystems import find_file_system
@@ -18,14 +18,27 @@ _ON_DISK = Path("/var/tmp")
 
 
 @contextmanager
-def swap_directories(paths: Sequence[Path] | None) -> Iterator[Sequence[Path]]:
+def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -> Iterator[Sequence[Path]]:
     """The given directories; without any, a temporary one, removed afterwards or at exit.
+
+    Each of several ranks gets a folder of its own in every directory that was given.
 
     Where the system's temporary directory lies in memory, which would make swapping to it pointless, `/var/tmp` is
     used instead.
     """
     if paths is not None:
-        yield paths
+        if rank is None:
+            yield paths
+            return
+        own = [path / f"rank{rank}" for path in paths]
+        for path in own:
+            path.mkdir(parents=True, exist_ok=True)
+        try:
+            yield own
+        finally:
+            for path in own:
+                with suppress(OSError):  # not empty: whoever put something there keeps it
+                    path.rmdir()
         return
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=default_directory()))
 

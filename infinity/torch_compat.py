@@ -2,10 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 
 def fused_adamw_(
@@ -99,6 +104,65 @@ def increment_version(tensor: Tensor) -> None:
     """Count a change of `tensor` that autograd did not see: graphs that saved it are refused from now on."""
     with torch.inference_mode(False):
         torch.autograd.graph.increment_version(tensor)
+
+
+def job_store(prefix: str) -> Store:
+    """A part of the key-value store through which the ranks of the default process group found each other."""
+    return PrefixStore(prefix, distributed_c10d._get_default_store())
+
+
+class Channel:
+    """A process group of our own, which torch's registry does not know.
+
+    `dist.new_group` would need every rank of the job to call it, or name groups in a way that two groups of the same
+    ranks, or ranks that have made different groups before, cannot rely on.
+
+    Args:
+        name: the same on all ranks, and new.
+        rank, size: this rank's place among those of the channel.
+        device: "cpu" for gloo, "cuda" for NCCL.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, device: str, timeout: timedelta) -> None:
+        store = job_store(f"{name}/{device}/")
+        self._size = size
+        self._group: Any
+        if device == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            self._group = distributed_c10d.ProcessGroupGloo(store, rank, size, timeout)
+
+    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Start to send a contiguous tensor."""
+        return self._group.send([tensor], peer, 0)  # type: ignore[no-any-return]
+
+    def receive(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Start to receive into a contiguous tensor."""
+        return self._group.recv([tensor], peer, 0)  # type: ignore[no-any-return]
+
+    def all_gather(self, output: Tensor, mine: Tensor) -> dist.Work:
+        """Start to gather equal 1-D tensors of all ranks into `output`, one after another."""
+        return self._group.allgather([list(output.view(self._size, -1).unbind())], [mine])  # type: ignore[no-any-return]
+
+    def all_gather_in_place(self, output: Tensor, mine: Tensor) -> dist.Work:
+        """The same on CUDA, where `mine` is this rank's part of `output` already."""
+        return self._group._allgather_base(output, mine)  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, output: Tensor, whole: Tensor) -> dist.Work:
+        """Start to sum equal 1-D tensors of all ranks on CUDA; each gets its part of the sum."""
+        return self._group._reduce_scatter_base(output, whole)  # type: ignore[no-any-return]
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
+        """Start to sum equal tensors of all ranks in place."""
+        return self._group.allreduce([tensor])  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Let the group go. Nothing may be under way. Idempotent."""
+        if hasattr(self._group, "abort") and self._group.name() == "nccl":
+            self._group.abort()
+        self._group = None
 
 
 def cpu_has_fast_bf16() -> bool:

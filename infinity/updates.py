@@ -20,11 +20,13 @@ import torch
 from infinity.config import OptimizerKind, Schedule
 from infinity.errors import ConfigError, IterationError
 from infinity.groups import FlatGroup
+from infinity.lockstep import Want
 from infinity.observe.stalls import StallCause
 from infinity.optim.clip import clip_coefficient, total_norm
 from infinity.optim.hyper import Hyper
 from infinity.optim.pipeline import GroupUpdate
 from infinity.optim.taking import take_optimizer
+from infinity.rank_gradients import RankGradientSink
 from infinity.released import ParameterRef, SpilledGradient
 from infinity.runtime import Runtime
 from storage.types import Ticket
@@ -127,10 +129,15 @@ class Updates:
 
         Raises:
             ConfigError: the schedule cannot clip, or one of these gradients has been scaled down in this step already.
+            RankError: another rank clips other gradients, or none.
         """
         self._refuse_clipping("clip_grad_norm_")
         self._runtime.sink.wants_norms = True  # measured from now on while they are in memory
         chosen = list(slots)
+        self._meet(Want.CLIP, "the parameters to clip", hash(tuple((group.index, slot) for group, slot in chosen)))
+        return self._clip(chosen, max_norm)
+
+    def _clip(self, chosen: Sequence[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
         norm = total_norm(self._runtime.sink.norms(chosen))
         coefficient = clip_coefficient(norm, max_norm)
         for group, slot in chosen:
@@ -154,9 +161,10 @@ class Updates:
         if self.is_overlapped:
             self._check_unchanged(optimizer)
         else:
+            self._meet(Want.STEP, "the steps taken")
             self._finish_deferred()
             if optimizer.max_grad_norm is not None:
-                self.clip(optimizer.slots(), optimizer.max_grad_norm)
+                self._clip(list(optimizer.slots()), optimizer.max_grad_norm)
             runtime.sink.check_writes()
             later = self._submit_pending()
         runtime.step += 1
@@ -322,6 +330,15 @@ class Updates:
         self._submitted.clear()
 
     # Parts -----------------------------------------------------------------------------------------------------
+
+    def _meet(self, boundary: Want, what: str, value: int = 0) -> None:
+        """Wait for all ranks, and agree on the gradients that are there."""
+        runtime = self._runtime
+        if runtime.lockstep is None or not isinstance(runtime.sink, RankGradientSink):
+            return
+        discards = runtime.sink.discards
+        runtime.lockstep.agree(boundary, f"{what}, or the gradients thrown away,", value, runtime.step, discards)
+        runtime.sink.agree([group for group in runtime.groups if group.trainable])
 
     def _tear(self, error: BaseException) -> None:
         self._runtime.failure.note(error)

@@ -9,7 +9,8 @@ carries a residency report.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 from infinity.devices.base import Fence
@@ -28,6 +29,7 @@ class StallCause(StrEnum):
     GRADIENT_SPACE = "gradient_space"
     GRADIENT_READ = "gradient_read"
     LINK = "link"
+    RANKS = "ranks"  # other ranks are not there yet, or their bytes are on the way
 
 
 class StallClock:
@@ -101,11 +103,7 @@ class StallClock:
         try:
             self._wait(is_over, label, cause, check)
         finally:
-            stalled_s = time.perf_counter() - started_s
-            self.seconds[cause] += stalled_s
-            self.counts[cause] += 1
-            if self._on_stall is not None:
-                self._on_stall(cause.value, started_s, stalled_s)
+            self._charge(cause, started_s)
 
     def _wait(
         self, is_over: Callable[[float], bool], label: str, cause: StallCause, check: Callable[[], None] | None
@@ -124,6 +122,22 @@ class StallClock:
                     f"({cause.value}). The device is stuck or far too slow; check it, or raise nvme.io_timeout_s.\n"
                     f"{self._report()}"
                 )
+
+    @contextmanager
+    def charged(self, cause: StallCause) -> Iterator[None]:
+        """Charge the time that a block takes to a cause. Whoever waits in the block bounds its waits itself."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._charge(cause, started_s)
+
+    def _charge(self, cause: StallCause, started_s: float) -> None:
+        stalled_s = time.perf_counter() - started_s
+        self.seconds[cause] += stalled_s
+        self.counts[cause] += 1
+        if self._on_stall is not None:
+            self._on_stall(cause.value, started_s, stalled_s)
 
     @property
     def total_s(self) -> float:

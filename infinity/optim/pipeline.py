@@ -206,7 +206,7 @@ class UpdatePipeline:
                 store.submit_read(
                     group.key,
                     buffers.param,
-                    offset=chunk.start * size,
+                    offset=group.in_shard(chunk).start * size,
                     tag=forced if update.is_forced else planned,
                     payload_nbytes=chunk.payload_numel * size,
                 )
@@ -226,11 +226,11 @@ class UpdatePipeline:
         if buffers.has_param:
             param = torch.frombuffer(buffers.param, dtype=group.shard_dtype, count=chunk.numel)
         else:
-            param = update.copy.tensor[chunk.start : chunk.stop]
+            param = update.copy.tensor[group.in_shard(chunk)]
         if buffers.has_grad:
             grad = torch.frombuffer(buffers.grad, dtype=torch.float32, count=chunk.numel)
         else:
-            grad = update.gradient.tensor[chunk.start : chunk.stop]
+            grad = update.gradient.tensor[group.in_grad(chunk)]
         if not record.is_initialised:
             self._kernel.begin(param, state)
         for part in run.parts:
@@ -260,13 +260,13 @@ class UpdatePipeline:
             )
         if store is not None and not update.copy.pinned:
             size = group.shard_dtype.itemsize
-            in_copy = slice(chunk.start * size, chunk.stop * size)
-            memory = buffers.param if buffers.has_param else update.copy.memory[in_copy]
+            place = group.in_shard(chunk)
+            memory = buffers.param if buffers.has_param else update.copy.memory[place.start * size : place.stop * size]
             tickets.append(
                 store.submit_write(
                     group.key,
                     memory,
-                    offset=chunk.start * size,
+                    offset=group.in_shard(chunk).start * size,
                     tag=TrafficTag("param", update.step),
                     payload_nbytes=chunk.payload_numel * size,
                 )

@@ -75,6 +75,7 @@ class GroupState:
     @classmethod
     def build(cls, group: FlatGroup, chunk_numel: int, fields: tuple[StateField, ...]) -> GroupState:
         records = tuple(
-            Record(f"{group.key}/state{chunk.index}", chunk, fields) for chunk in group.layout.cut(chunk_numel)
+            Record(f"{group.key}/state{chunk.index}", chunk, fields)
+            for chunk in group.layout.cut(chunk_numel, group.state_span)
         )
         return cls(group, records, [0] * len(group.layout.slots))

@@ -1,4 +1,4 @@
-"""Closed forms: the NVMe bytes a step moves, by shard kind. The counters of a run must equal them exactly.
+"""Closed forms: the NVMe bytes a step moves on one rank, by shard kind. The counters of a run must equal them exactly.
 
 For one micro-batch, overlapped, everything on NVMe, bf16 split master: read 2 + 2 + 10 and write 12 bytes per
 parameter, less what stays resident across the turn and the step boundary (ARCHITECTURE section 6).
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from infinity.config import Schedule
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
+from infinity.layout import FlatSpan
 from infinity.optim.hyper import StateField
 from infinity.placement import Placement
 
@@ -25,9 +26,10 @@ class KindTraffic:
     read_padding_nbytes: int = 0
     write_padding_nbytes: int = 0
 
-    def add(self, group: FlatGroup, itemsize: int, *, reads: int = 0, writes: int = 0) -> None:
-        payload = group.layout.payload_numel * itemsize
-        padding = (group.layout.numel - group.layout.payload_numel) * itemsize
+    def add(self, group: FlatGroup, span: FlatSpan, itemsize: int, *, reads: int = 0, writes: int = 0) -> None:
+        """Count transfers of what a rank holds of a group."""
+        payload = group.layout.payload_in(span) * itemsize
+        padding = span.numel * itemsize - payload
         self.read_nbytes += reads * payload
         self.read_padding_nbytes += reads * padding
         self.write_nbytes += writes * payload
@@ -81,9 +83,11 @@ def expected_step_traffic(
             # An update that follows its backward at once finds the bytes, one that is deferred is followed by the
             # forward that uses the same read; others find what was kept.
             update = int(group.trainable and not at_boundary and (synchronous or (overlapped and uses > 1)))
-            traffic.param.add(group, size, reads=forward + backward + update, writes=int(group.trainable))
+            reads, writes = forward + backward + update, int(group.trainable)
+            traffic.param.add(group, group.param_span, size, reads=reads, writes=writes)
         if group.trainable and group.index not in placement.pinned_states:
-            traffic.state.add(group, state_size, reads=int(not is_first), writes=1)
+            traffic.state.add(group, group.state_span, state_size, reads=int(not is_first), writes=1)
         if group.index in placement.spilled_gradients:
-            traffic.grad.add(group, GRAD_DTYPE.itemsize, reads=micro_batches, writes=micro_batches)
+            size = GRAD_DTYPE.itemsize
+            traffic.grad.add(group, group.grad_span, size, reads=micro_batches, writes=micro_batches)
     return traffic

@@ -1,0 +1,190 @@
+"""Gradients of several ranks: averaged over all of them, and of which every rank keeps its span.
+
+A gradient is put together in one flat fp32 buffer on the device, averaged as soon as its unit's backward is over, and
+only this rank's span goes down to host memory, where it is added to what earlier backwards gave. So accumulating
+micro-batches never holds a whole gradient, and `no_sync()` has nothing to leave out.
+
+Averages are linear: a rank that has no gradient of a unit yet adds nothing, and what it finds later is averaged then.
+Which parameters have a gradient at all is agreed on in front of every clipping and every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from infinity.devices.base import Fence
+from infinity.gradients import GRAD_DTYPE, GradientSink, GroupGradient
+from infinity.groups import FlatGroup
+from infinity.lockstep import Lockstep
+from infinity.observe.stalls import StallCause
+from infinity.released import OffloadedParameter, ShardedGradient, fresh_grad, set_fresh_grad
+
+
+def reduction_nbytes(group: FlatGroup, replicas: int) -> int:
+    """Device bytes that averaging a gradient takes beside it: the flat buffers, this rank's span of the sum, spares."""
+    whole = group.layout.numel * (1 if group.grad_span == group.state_span else 2)
+    return (whole + group.state_span.numel * _spans(replicas)) * GRAD_DTYPE.itemsize
+
+
+def _spans(replicas: int) -> int:
+    return 3 if replicas > 1 else 2
+
+
+class RankGradientSink(GradientSink):
+    """The gradient sink of one rank among several. Parts as in `GradientSink`.
+
+    Args:
+        lockstep: brings the ranks together.
+    """
+
+    def __init__(self, *, lockstep: Lockstep, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._lockstep = lockstep
+        self._ranks = lockstep.collectives.ranks
+        self.discards = 0
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def _take_down(self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]]) -> None:
+        """Announce a gradient; `join` brings this rank's span of the average to host memory."""
+        gradient = self._open(group)  # what can go wrong goes wrong before others wait for this rank
+        block = self._allocate(group.layout.numel * GRAD_DTYPE.itemsize, f"reduction of {group.key}")
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                flat = torch.zeros(group.layout.numel, dtype=GRAD_DTYPE, device=self._device.torch_device)
+                for number, parameter in arrived:
+                    grad, slot = fresh_grad(parameter), group.layout.slots[number]
+                    set_fresh_grad(parameter, None)
+                    if grad is not None:
+                        flat[slot.offset : slot.stop].copy_(grad.reshape(-1))
+                        gradient.present[number] = True
+            reserved = self._blocks.pop(group.index, None)
+            if reserved is not None:
+                self._device.free(reserved)
+            self._lockstep.reduce(group, flat)
+        finally:
+            self._device.free(block)
+
+    @torch.no_grad()
+    def join(self, group: FlatGroup, contributing: Collection[int], flat: torch.Tensor | None) -> None:
+        """Take part in the averaging of a gradient, in the round in which members announced it.
+
+        Args:
+            flat: this rank's contribution, fp32 on the device; None when it has none.
+        """
+        gradient = self._open(group)
+        own, keeps_whole = group.state_span, group.grad_span != group.state_span
+        collectives = self._lockstep.collectives
+        adds_zeros = flat is None and collectives.uses_nccl
+        numel = own.numel * _spans(self._ranks.replicas) + group.layout.numel * (keeps_whole + adds_zeros)
+        block = self._allocate(numel * GRAD_DTYPE.itemsize, f"average of {group.key}")
+        fences: list[Fence] = []
+        try:
+            with torch.inference_mode(False):
+                buffer = torch.zeros(numel, dtype=GRAD_DTYPE, device=self._device.torch_device)
+            total, *spare = buffer[: own.numel * _spans(self._ranks.replicas)].view(-1, own.numel).unbind()
+            if adds_zeros:
+                flat = buffer[-group.layout.numel :]
+            with self._stalls.charged(StallCause.RANKS):
+                collectives.reduce(flat, total, spare, group.span_of, contributing)
+            offset = 0
+            if keeps_whole:
+                offset = own.numel * _spans(self._ranks.replicas)
+                whole = buffer[offset : offset + group.layout.numel]
+                whole[own.start : own.stop] = total
+                self._lockstep.gather_now(whole, group.span_of)
+                total = whole
+            fences.append(
+                self._device.download(
+                    block,
+                    total,
+                    gradient.tensor,
+                    group.key,
+                    accumulate=gradient.is_filled,
+                    offset_nbytes=offset * GRAD_DTYPE.itemsize,
+                )
+            )
+        finally:
+            self._retiring.append((fences, block))
+        gradient.is_filled = True
+        gradient.norms.clear()
+        self._watch(gradient, fences)
+        self._retire()
+        self.settle(group)
+
+    # Step ------------------------------------------------------------------------------------------------------
+
+    def agree(self, groups: Iterable[FlatGroup]) -> None:
+        """Agree with all ranks which parameters have a gradient: those that have one on any of them.
+
+        In a place where all ranks have met.
+        """
+        places = [(group, slot) for group in groups for slot in range(len(group.layout.slots))]
+        mine = torch.tensor([self.has(group, slot) for group, slot in places], dtype=torch.uint8)
+        anywhere = self._lockstep.exchange(mine).amax(0).tolist()
+        for (group, slot), there in zip(places, anywhere, strict=True):
+            if there and not self.has(group, slot):
+                self._open_filled(group).present[slot] = True
+                self.settle(group)
+
+    def norms(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
+        """As with one rank; the squares of the ranks' parts are added in fp64, with the same bits on every rank."""
+        wanted = self._measured(slots)
+        if not wanted:
+            return []
+        squares = torch.stack([self._gradients[group.index].norms[slot] for group, slot in wanted])
+        row = self._ranks.row
+        everyone = self._lockstep.exchange(squares)[row.start : row.stop]
+        keeps_whole = [group.grad_span != group.state_span for group, _ in wanted]
+        summed = torch.where(torch.tensor(keeps_whole), squares, everyone.sum(0))
+        return list(summed.sqrt().float())
+
+    def _is_measured(self, gradient: GroupGradient) -> bool:
+        return len(gradient.norms) == len(gradient.present)
+
+    def _measure(self, gradient: GroupGradient) -> None:
+        """The sum of the squares of this rank's part of every slot; which slots count is not known yet."""
+        self._wait_arrived(gradient)
+        for slot in range(len(gradient.present)):
+            if slot not in gradient.norms:
+                gradient.norms[slot] = gradient.slot_view(slot).double().square().sum()
+
+    def discard(self) -> None:
+        self.discards += bool(self._gradients)
+        super().discard()
+
+    # Looking and changing --------------------------------------------------------------------------------------
+
+    def view(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        if group.grad_span == group.layout.whole or not self.has(group, slot):
+            return super().view(group, slot)
+        place = group.layout.slots[slot]
+        return ShardedGradient(place.name, place.shape, GRAD_DTYPE)
+
+    def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
+        """Make `value` the gradient of one parameter, unless another rank has one; all ranks have to do the same."""
+        gradient = self._open_filled(group)
+        start = max(group.grad_span.start - group.layout.slots[slot].offset, 0)
+        part = gradient.slot_view(slot)
+        part.copy_(value.reshape(-1)[start : start + part.numel()])
+        gradient.present[slot] = True
+        gradient.norms.pop(slot, None)
+        self.settle(group)
+
+    def drop(self, group: FlatGroup, slot: int) -> None:
+        if self.has(group, slot):
+            self._open_filled(group).slot_view(slot).zero_()  # what comes next is added
+            self._gradients[group.index].norms.pop(slot, None)
+            self.settle(group)
+        super().drop(group, slot)
+
+    def _open_filled(self, group: FlatGroup) -> GroupGradient:
+        gradient = self._open(group)
+        self._wait_arrived(gradient)
+        if not gradient.is_filled:
+            gradient.tensor.zero_()
+            gradient.is_filled = True
+        return gradient

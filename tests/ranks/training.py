@@ -1,0 +1,132 @@
+"""A training loop shared out among ranks, the same loop on one, and what each of them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import infinity
+from tests.parity.loops import gathered_parameters
+from tests.zoo import Net, batch, build, loss_of
+
+ROWS = 4  # sequences in a micro-batch, shared out among the ranks
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. `settings` are those of `infinity.Config`."""
+
+    accumulate: int = 1
+    max_norm: float | None = None
+    clip_in_optimizer: bool = False
+    no_sync: bool = False
+    meta: bool = False  # built without memory, initialised by the engine
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What one rank saw."""
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    per_step: Sequence[dict[str, int]] = ()
+    expected: Sequence[tuple[int, int]] = ()
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def make_config(folder: Path, settings: dict[str, Any]) -> infinity.Config:
+    given = {
+        "precision": "fp32",
+        "device": {"kind": "cpu", "budget": "64MiB"},
+        "host": {"budget": "64MiB"},
+        "nvme": {"paths": [str(folder)]},
+        "resident_threshold": 0,
+        "rank_timeout_s": 30.0,
+    }
+    return infinity.Config(**(given | settings))
+
+
+def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) -> Outcome:
+    """The share of one rank of the run."""
+    if case.meta:
+        with infinity.empty_init():
+            model: nn.Module = Net()
+        torch.manual_seed(rank)  # the first rank's values count
+    else:
+        model = build(Net, seed=rank)
+    with infinity.offload(model, make_config(folder, case.settings), **offload) as engine:
+        clip = case.max_norm if case.clip_in_optimizer else None
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=clip)
+        outcome = Outcome([], [], {})
+        for step in range(STEPS):
+            for ids in _micro_batches(case, step):
+                loss = loss_of(model, ids.chunk(size)[rank])
+                with engine.no_sync():
+                    loss.backward()  # type: ignore[no-untyped-call]
+                outcome.losses.append(loss.item())
+            if case.max_norm is not None and not case.clip_in_optimizer:
+                outcome.norms.append(infinity.clip_grad_norm_(list(model.parameters()), case.max_norm).item())
+            optimizer.step()
+            if case.clip_in_optimizer and optimizer.last_grad_norm is not None:
+                outcome.norms.append(optimizer.last_grad_norm.item())
+            optimizer.zero_grad()
+        outcome.per_step = engine.traffic.per_step
+        forms = [engine.plan.expected_traffic(step, case.accumulate) for step in range(STEPS)]
+        outcome.expected = [(form.read_nbytes, form.write_nbytes) for form in forms]
+        outcome.metrics = engine.metrics()
+        outcome.parameters = gathered_parameters(model)
+    return outcome
+
+
+def train_whole(case: Case) -> Outcome:
+    """The run in plain PyTorch, on whole batches, in one process."""
+    if case.meta:
+        torch.manual_seed(0)
+        model: nn.Module = Net()
+    else:
+        model = build(Net, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    outcome = Outcome([], [], {})
+    for step in range(STEPS):
+        for ids in _micro_batches(case, step):
+            loss = loss_of(model, ids)
+            loss.backward()  # type: ignore[no-untyped-call]
+            outcome.losses.append(loss.item())
+        if case.max_norm is not None:
+            outcome.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return outcome
+
+
+def _micro_batches(case: Case, step: int) -> list[Tensor]:
+    return [batch(step * case.accumulate + number, shape=(ROWS, 11)) for number in range(case.accumulate)]
+
+
+def assert_as_whole(whole: Outcome, shares: Sequence[Outcome], tolerance: float = 1e-6) -> None:
+    """The ranks together gave what one process gives, and every rank holds the same bits."""
+    for number, loss in enumerate(whole.losses):
+        mean = sum(share.losses[number] for share in shares) / len(shares)
+        assert abs(mean - loss) <= tolerance * abs(loss), f"loss {number}: {mean} instead of {loss}"
+    for share in shares:
+        assert share.norms == shares[0].norms
+        assert len(share.norms) == len(whole.norms)
+        for ours, theirs in zip(share.norms, whole.norms, strict=True):
+            assert abs(ours - theirs) <= tolerance * theirs
+        assert_same_bits(share.parameters, shares[0].parameters)
+    for name, value in whole.parameters.items():
+        torch.testing.assert_close(shares[0].parameters[name], value, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def assert_same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
