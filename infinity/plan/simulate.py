@@ -62,22 +62,27 @@ class Simulated:
     transfers: list[Moved] = field(default_factory=list)  # of all steps, as they ended
 
 
-def simulate(scenario: Scenario, *, steps: int = _STEPS, keep_spans: bool = False) -> Simulated:
+def simulate(
+    scenario: Scenario, *, steps: int = _STEPS, is_last: bool = False, keep_spans: bool = False
+) -> Simulated:
     """Run a few steps on virtual time. The same scenario always gives the same numbers.
+
+    Args:
+        is_last: nothing is read ahead for a step after these.
 
     Raises:
         InfinityError: the engine itself would fail here.
     """
     with asyncio.Runner(loop_factory=PlanLoop) as runner:
-        return runner.run(_run(scenario, steps, keep_spans))
+        return runner.run(_run(scenario, steps, is_last=is_last, keep_spans=keep_spans))
 
 
-async def _run(scenario: Scenario, steps: int, keep_spans: bool) -> Simulated:
+async def _run(scenario: Scenario, steps: int, *, is_last: bool, keep_spans: bool) -> Simulated:
     thread = TrainingThread(scenario)
     ends = [0.0]
-    for _ in range(steps):
+    for number in range(steps):
         thread.begin_step()
-        await thread.step()
+        await thread.step(is_last=is_last and number == steps - 1)
         ends.append(asyncio.get_running_loop().time())
     result = thread.result(ends)
     await thread.machinery.settle()
@@ -125,7 +130,7 @@ class TrainingThread:
         self._compute_s = 0.0
         self._busy_before = self.machinery.busy_s()
 
-    async def step(self) -> None:
+    async def step(self, *, is_last: bool) -> None:
         """Forward and backward of every micro-batch, and the optimizer step."""
         for _ in range(self._scenario.micro_batches):
             self._begin()
@@ -137,6 +142,8 @@ class TrainingThread:
                 await self._backward(unit)
             for group in self._harvested_last():
                 await self._harvest(group)
+        if is_last:
+            self.machinery.read_ahead.stop()
         await self._optimizer_step()
 
     def _harvested_last(self) -> Iterator[FlatGroup]:
