@@ -54,7 +54,6 @@ def test_a_small_step_is_within_ten_percent_of_the_best(seed: int) -> None:
     check(seed, most_units=4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("block", range(20))
 def test_five_hundred_small_steps_are_within_ten_percent_of_the_best(block: int) -> None:
     for seed in range(1000 + 25 * block, 1000 + 25 * (block + 1)):
