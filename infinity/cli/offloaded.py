@@ -31,6 +31,7 @@ from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.metrics import metrics_of
 from infinity.optim.adamw import AdamW
+from infinity.plan.observed import Prediction, RunObserver
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class OffloadedRun:
     first_step: int = 0
     records: list[StepRecord] = field(default_factory=list)
     measured: Measured | None = None
+    prediction: Prediction | None = None
     hashes: dict[str, str] = field(default_factory=dict)
 
 
@@ -72,8 +74,10 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
             is_resumed=run.first_step > 0,
         )
         display.say(tables)
+        observer = RunObserver(engine._runtime)
         with _metrics_file(options.metrics) as metrics, display:
-            _steps(settings, text, engine, model, optimizer, run, display, metrics)
+            _steps(settings, text, engine, model, optimizer, run, display, observer, metrics)
+        run.prediction = observer.predict(micro_batches=training.accumulate, recompute=training.recompute)
         if options.save is not None:
             checkpoints.save(engine, options.save, optimizer, training, run.first_step + len(run.records))
             display.say(f"saved to {options.save}")
@@ -93,6 +97,7 @@ def _steps(
     optimizer: AdamW,
     run: OffloadedRun,
     display: Display,
+    observer: RunObserver,
     metrics: IO[str] | None,
 ) -> None:
     training = settings.training
@@ -105,6 +110,7 @@ def _steps(
         optimizer.step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - started_s
+        observer.step_ended()
         norm = optimizer.last_grad_norm
         counters = _counters(engine)
         record = StepRecord(

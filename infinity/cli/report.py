@@ -15,6 +15,7 @@ from infinity.cli.settings import RunSettings
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.observe.metrics import Traffic
+from infinity.plan.observed import Prediction
 from infinity.plan.summary import Plan
 from infinity.plan.traffic import StepTraffic
 
@@ -45,6 +46,7 @@ def make_report(
     first_step: int,
     interpreter_nbytes: int,
     source: str,
+    prediction: Prediction | None,
 ) -> dict[str, Any]:
     """The report of an offloaded run, without a baseline (`baseline` is null)."""
     training, plan, counters = settings.training, measured.plan, measured.counters
@@ -84,7 +86,7 @@ def make_report(
         "stalls": _by_prefix(counters, "stall/", "_s"),
         "readahead": _readahead(records, counters),
         "io_engine": measured.io_engine,
-        "prediction": {"step_seconds": None},
+        "prediction": {"step_seconds": None} if prediction is None else prediction.to_json(),
         "baseline": None,
     }
 

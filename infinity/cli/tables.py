@@ -98,6 +98,8 @@ def _summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     for tier in ("device", "host", "nvme"):
         peak, budget = report["peaks"][tier], report["budgets"][tier]
         rows.append((f"{tier} peak", f"{format_nbytes(peak)} of {format_nbytes(budget)}"))
+    if report["prediction"]["step_seconds"] is not None:
+        rows.append(("prediction", _prediction(report["prediction"])))
     rows += _traffic_rows(report)
     rows.append(("stalls", _stalls(report)))
     ahead = report["readahead"]["ahead_share_after_first_step"]
@@ -112,6 +114,15 @@ def _stalls(report: dict[str, Any]) -> str:
     share = stalls["total"] / max(sum(report["step_seconds"]), 1e-9)
     causes = [f"{cause} {seconds:.2f} s" for cause, seconds in stalls.items() if cause != "total" and seconds >= 0.005]
     return f"{stalls['total']:.2f} s ({share:.0%} of the time)" + (": " + ", ".join(causes) if causes else "")
+
+
+def _prediction(prediction: dict[str, Any]) -> str:
+    steps = prediction["calibration"]["steps"]
+    fitted = "1 step" if steps == 1 else f"{steps} steps"
+    return (
+        f"{prediction['step_seconds']:.3f} s per step predicted by the simulated scheduler from {fitted}, "
+        f"{prediction['measured_seconds']:.3f} s measured afterwards ({prediction['error']:+.1%})"
+    )
 
 
 def _mean_step(report: dict[str, Any]) -> float:

@@ -44,6 +44,7 @@ def train(options: TrainOptions) -> None:
         first_step=run.first_step,
         interpreter_nbytes=interpreter_nbytes,
         source=text.source,
+        prediction=run.prediction,
     )
     console = make_console()
     if options.baseline:

@@ -56,7 +56,10 @@ def test_report_has_every_promised_key(user_run: tuple[Path, str]) -> None:
     assert len(report["losses"]) == len(report["step_seconds"]) == len(report["traffic"]["per_step"]) == 8
     assert report["losses"][-1] < report["losses"][0] - 0.5
     assert report["model"]["state_bytes"] == 12 * report["model"]["parameters"]
-    assert report["prediction"] == {"step_seconds": None}
+    prediction = report["prediction"]
+    assert prediction["step_seconds"] > 0
+    assert prediction["error"] == pytest.approx(prediction["step_seconds"] / prediction["measured_seconds"] - 1)
+    assert prediction["calibration"]["steps"] == (len(report["losses"]) - 2) // 2
     assert report["baseline"] is None
 
 

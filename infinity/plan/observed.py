@@ -1,0 +1,199 @@
+"""What the first steps of a run tell about the machine, and what the simulator makes of the rest.
+
+A calibration is fitted to measured phases: seconds in which the training thread worked, seconds of the optimizer's
+kernels, bytes of every drive and the time in which it moved them. Nothing is assumed about the hardware. What the model
+of the run still gets wrong on the steps it was fitted to is kept as a residual and shown, not hidden in a factor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from infinity.groups import Unit
+from infinity.plan.drives import DriveModel
+from infinity.plan.scenario import Scenario, Speeds, UnitTime
+from infinity.plan.simulate import simulate
+from infinity.runtime import Runtime
+
+_MOST_CALIBRATION_STEPS = 5
+_INSTANT_BYTES_PER_S = 1e18  # copies by the training thread are in its working time already
+_LEAST_BUSY_S = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Counters of a run at the end of a step. Times in seconds on `time.perf_counter`'s clock.
+
+    Attributes:
+        stalled_s: what the training thread has waited so far.
+        drives: per drive and direction (read, then write): bytes moved, and time in which something was in flight.
+    """
+
+    at_s: float
+    stalled_s: float
+    drives: tuple[tuple[tuple[int, float], tuple[int, float]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was fitted.
+
+    Attributes:
+        thread_s: seconds of a step in which the training thread worked: computing, copying, overhead.
+        kernel_s: seconds of the optimizer for one element, chunk overheads included.
+        drives: as they were while something was in flight; they keep each direction's rate beside the other.
+        steps: how many steps it was fitted to.
+        measured_s: mean seconds of those.
+    """
+
+    thread_s: float
+    kernel_s: float
+    drives: tuple[DriveModel, ...]
+    steps: int
+    measured_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Calibration:
+        """What `to_json` gave."""
+        return cls(**(data | {"drives": tuple(DriveModel(**drive) for drive in data["drives"])}))
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicted beside measured, in seconds of a step.
+
+    Attributes:
+        measured_s: mean of the steps after those the calibration was fitted to; of these when there are no others.
+        residual: relative error on the steps that it was fitted to.
+        error: relative error against `measured_s`.
+    """
+
+    step_s: float
+    measured_s: float
+    residual: float
+    error: float
+    calibration: Calibration
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step_seconds": self.step_s,
+            "measured_seconds": self.measured_s,
+            "error": self.error,
+            "residual": self.residual,
+            "calibration": self.calibration.to_json(),
+        }
+
+
+class RunObserver:
+    """Notes a `Moment` after every step. Used by the training thread; costs microseconds a step."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.moments = [self._look()]
+
+    def step_ended(self) -> None:
+        """Call it at the end of every step."""
+        self.moments.append(self._look())
+
+    def _look(self) -> Moment:
+        store = self._runtime.store
+        reports = store.drive_report() if store is not None else []
+        drives = tuple(((r.read.nbytes, r.read.busy_s), (r.write.nbytes, r.write.busy_s)) for r in reports)
+        return Moment(time.perf_counter(), self._runtime.stalls.total_s, drives)
+
+    def predict(self, *, micro_batches: int, recompute: bool) -> Prediction | None:
+        """Calibrate on the first steps and predict the others; None when not even two steps have run.
+
+        The first step of an engine is never used: it reads no state and fills caches.
+        """
+        moments = self.moments[1:]
+        if len(moments) < 2:
+            return None
+        n_fitted = max(min(_MOST_CALIBRATION_STEPS, (len(moments) - 1) // 2), 1)
+        calibration = self.calibrate(moments[: n_fitted + 1])
+        rest = moments[n_fitted:] if len(moments) > n_fitted + 1 else moments
+        measured_s = (rest[-1].at_s - rest[0].at_s) / (len(rest) - 1)
+        scenario = scenario_of(self._runtime, calibration, micro_batches=micro_batches, recompute=recompute)
+        step_s = simulate(scenario).step_s
+        fitted_s = calibration.measured_s
+        return Prediction(step_s, measured_s, step_s / fitted_s - 1, step_s / measured_s - 1, calibration)
+
+    def calibrate(self, moments: Sequence[Moment]) -> Calibration:
+        """Fit to the steps between the first and the last of these moments."""
+        first, last, steps = moments[0], moments[-1], len(moments) - 1
+        step_s = (last.at_s - first.at_s) / steps
+        thread_s = step_s - (last.stalled_s - first.stalled_s) / steps
+        return Calibration(thread_s, self._kernel_s(first.at_s, last.at_s), _drives(first, last), steps, step_s)
+
+    def _kernel_s(self, start_s: float, end_s: float) -> float:
+        numels = {record.key: record.chunk.payload_numel for s in self._runtime.states.values() for record in s.records}
+        seconds, elements = 0.0, 0
+        for event in self._runtime.trace.events():
+            if event.category == "optimizer" and start_s <= event.start_s < end_s:
+                seconds += event.duration_s
+                elements += numels.get(event.name, 0)
+        return seconds / elements if elements else 0.0
+
+
+def _drives(first: Moment, last: Moment) -> tuple[DriveModel, ...]:
+    models = []
+    for before, after in zip(first.drives, last.drives, strict=True):
+        rates = []
+        for (nbytes, busy_s), (more_nbytes, more_busy_s) in zip(before, after, strict=True):
+            passed_s = more_busy_s - busy_s
+            rates.append((more_nbytes - nbytes) / passed_s if passed_s > _LEAST_BUSY_S else _INSTANT_BYTES_PER_S)
+        read, write = (rate or _INSTANT_BYTES_PER_S for rate in rates)
+        models.append(DriveModel(read, write, latency_s=0.0, duplex=1.0))
+    return tuple(models)
+
+
+def scenario_of(runtime: Runtime, calibration: Calibration, *, micro_batches: int, recompute: bool) -> Scenario:
+    """The scenario of a running engine on the machine that the calibration saw."""
+    return Scenario(
+        units=runtime.units,
+        groups=runtime.groups,
+        fields=runtime.kernel.fields,
+        placement=runtime.placement,
+        times=unit_times(runtime.units, calibration.thread_s / micro_batches, recompute=recompute),
+        speeds=Speeds(
+            h2d_bytes_per_s=_INSTANT_BYTES_PER_S,
+            d2h_bytes_per_s=_INSTANT_BYTES_PER_S,
+            kernel_s=calibration.kernel_s,
+            is_async=False,
+        ),
+        drives=calibration.drives,
+        micro_batches=micro_batches,
+    )
+
+
+def unit_times(units: Sequence[Unit], seconds: float, *, recompute: bool) -> dict[int, UnitTime]:
+    """One micro-batch's time divided between the units by their parameters, and between forward and backward.
+
+    An embedding looks up and multiplies nothing. A backward is two forwards, and one more with recomputation.
+    """
+    weights = {unit.index: _weight(unit) for unit in units}
+    total = sum(weights.values()) or 1.0
+    backward = 2 + recompute
+    return {
+        index: UnitTime(seconds * weight / total / (1 + backward), seconds * weight / total * backward / (1 + backward))
+        for index, weight in weights.items()
+    }
+
+
+def _weight(unit: Unit) -> float:
+    if isinstance(unit.module, nn.Embedding):
+        return 0.0
+    return float(sum(group.layout.payload_numel for group in unit.groups))
+
+
+def with_drives(calibration: Calibration, drives: Sequence[DriveModel]) -> Calibration:
+    """The same machine with other drives."""
+    return replace(calibration, drives=tuple(drives))

@@ -1,0 +1,127 @@
+"""Calibration from the phases of real runs, and predictions made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.engine import Engine
+from infinity.models.gpt import Gpt, GptShape, init_weights
+from infinity.plan.bounds import moved_nbytes, scenario_traffic
+from infinity.plan.drives import DriveModel
+from infinity.plan.observed import Calibration, Moment, RunObserver, _drives, scenario_of, unit_times, with_drives
+from infinity.plan.simulate import simulate
+
+SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=16)
+
+
+def train(folder: Path, steps: int, schedule: str = "synchronous") -> tuple[Engine, RunObserver]:
+    """A small real run; the engine is open."""
+    with infinity.empty_init():
+        model = Gpt(SHAPE)
+    torch.manual_seed(0)
+    config = infinity.Config(
+        precision="fp32",
+        schedule=schedule,
+        device={"kind": "cpu", "budget": "2MiB"},
+        host={"budget": "2MiB"},
+        nvme={"paths": [folder]},
+    )
+    engine = infinity.offload(model, config, init_fn=init_weights)
+    optimizer = infinity.AdamW(model.parameters())
+    observer = RunObserver(engine._runtime)
+    inputs = torch.zeros(1, 16, dtype=torch.long)
+    for _ in range(steps):
+        model(inputs, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        observer.step_ended()
+    return engine, observer
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "overlapped"])
+def test_phases_of_a_run_are_divided_between_thread_kernels_and_drives(tmp_path: Path, schedule: str) -> None:
+    engine, observer = train(tmp_path, 4, schedule)
+    with engine:
+        first, last = observer.moments[1], observer.moments[-1]
+        calibration = observer.calibrate(observer.moments[1:])
+        assert calibration.steps == 3
+        assert calibration.measured_s == pytest.approx((last.at_s - first.at_s) / 3)
+        stalled_s = (last.stalled_s - first.stalled_s) / 3
+        assert calibration.thread_s + stalled_s == pytest.approx(calibration.measured_s)
+        assert calibration.kernel_s > 0
+        (drive,) = calibration.drives
+        (read_nbytes, read_s), _ = last.drives[0]
+        (before_nbytes, before_s), _ = first.drives[0]
+        assert drive.read_bytes_per_s == pytest.approx((read_nbytes - before_nbytes) / (read_s - before_s))
+
+
+def test_a_prediction_simulates_the_very_placement_of_the_run(tmp_path: Path) -> None:
+    engine, observer = train(tmp_path, 6)
+    with engine:
+        prediction = observer.predict(micro_batches=1, recompute=False)
+        assert prediction is not None
+        assert prediction.calibration.steps == 2  # of five after the first
+        scenario = scenario_of(engine._runtime, prediction.calibration, micro_batches=1, recompute=False)
+        result = simulate(scenario)
+        assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(scenario))
+        expected = engine.plan.expected_traffic(1)
+        assert moved_nbytes(scenario_traffic(scenario)) == moved_nbytes(expected)
+        assert prediction.step_s == result.step_s
+        # What is left of the step after all the waits is in the prediction in full.
+        assert prediction.step_s >= prediction.calibration.thread_s
+        assert prediction.error == pytest.approx(prediction.step_s / prediction.measured_s - 1)
+
+
+def test_slower_drives_make_the_same_machine_slower(tmp_path: Path) -> None:
+    engine, observer = train(tmp_path, 4)
+    with engine:
+        calibration = observer.calibrate(observer.moments[1:])
+        slow = with_drives(calibration, [DriveModel(1e6, 1e6, latency_s=0.0, duplex=1.0)])
+        scenario = scenario_of(engine._runtime, slow, micro_batches=1, recompute=False)
+        read, write = moved_nbytes(scenario_traffic(scenario))
+        assert simulate(scenario).step_s >= max(read, write) / 1e6 * 0.99
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_first_step_alone_predicts_nothing(tmp_path: Path, steps: int) -> None:
+    engine, observer = train(tmp_path, steps)
+    with engine:
+        assert observer.predict(micro_batches=1, recompute=False) is None
+
+
+def test_two_steps_predict_the_one_they_were_fitted_to(tmp_path: Path) -> None:
+    engine, observer = train(tmp_path, 2)
+    with engine:
+        prediction = observer.predict(micro_batches=1, recompute=False)
+        assert prediction is not None
+        assert prediction.measured_s == prediction.calibration.measured_s
+        assert prediction.error == prediction.residual
+
+
+def test_a_calibration_survives_json() -> None:
+    calibration = Calibration(0.5, 1e-9, (DriveModel(1e9, 5e8),), 3, 0.75)
+    assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
+
+
+def test_a_step_is_divided_by_parameters_and_passes(tmp_path: Path) -> None:
+    engine, _ = train(tmp_path, 0)
+    with engine:
+        units = engine._runtime.units
+        times = unit_times(units, 1.0, recompute=True)
+        assert sum(t.forward_s + t.backward_s for t in times.values()) == pytest.approx(1.0)
+        blocks = [times[unit.index] for unit in units if unit.name.startswith("blocks")]
+        assert all(block.backward_s == pytest.approx(3 * block.forward_s) for block in blocks)
+        embeddings = [times[unit.index] for unit in units if isinstance(unit.module, torch.nn.Embedding)]
+        assert all(embedding.forward_s == 0 for embedding in embeddings)
+
+
+def test_drives_that_did_nothing_have_no_rate_to_bind() -> None:
+    idle = Moment(0.0, 0.0, (((0, 0.0), (0, 0.0)),))
+    later = Moment(1.0, 0.0, (((0, 0.0), (0, 0.0)),))
+    (drive,) = _drives(idle, later)
+    assert min(drive.read_bytes_per_s, drive.write_bytes_per_s) >= 1e15
