@@ -23,7 +23,7 @@ from infinity.layout import Sharding
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Request, make_placement
+from infinity.placement import Request, make_placement, place_for_any_loop
 from infinity.rank_gradients import reduction_nbytes
 from infinity.ranks import Ranks
 from infinity.released import Access
@@ -32,6 +32,7 @@ from infinity.units import ROOT_NAME, UnitSpec, partition
 
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
 _HOST_SHARE = 2
+_NEED = "a loop may accumulate or clip, which needs all gradients"
 
 
 def assemble(model: nn.Module, config: Config, access: Access, ranks: Ranks | None = None) -> Runtime:
@@ -63,7 +64,8 @@ def assemble(model: nn.Module, config: Config, access: Access, ranks: Ranks | No
         request = _request(model, config, units, groups, kernel, device, local_size)
         if collectives is not None:
             request = replace(request, ranks_nbytes=_ranks_nbytes(groups, collectives))
-        placement = make_placement(request)
+        is_chosen = config.schedule is not Schedule.AUTO
+        placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
         blueprint = Blueprint(model, config, access, placement, units, groups, kernel, threads, device, collectives)
         runtime = allocate(blueprint, stack)
         runtime.closing = stack.pop_all()
@@ -190,16 +192,12 @@ def _request(
     device: Device,
     local_size: int,
 ) -> Request:
-    schedule, reason = config.schedule, "asked for"
-    if schedule is Schedule.AUTO:
-        schedule = Schedule.SYNCHRONOUS
-        reason = "auto: right for every loop, with accumulation and clipping"
     return Request(
         units=units,
         groups=groups,
         fields=kernel.fields,
-        schedule=schedule,
-        schedule_reason=reason,
+        schedule=config.schedule,
+        schedule_reason="asked for",
         host_budget_nbytes=_host_budget(config, local_size),
         device_budget_nbytes=device.budget.limit_nbytes,
         nvme_budget_nbytes=None if config.nvme.budget is None else config.nvme.budget // local_size,

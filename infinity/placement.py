@@ -15,7 +15,7 @@ cyclic access (PLANNING section 4), so no cache policy is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from infinity.config import Schedule
 from infinity.errors import PlacementError
@@ -175,6 +175,25 @@ def make_placement(request: Request) -> Placement:
         nvme_nbytes=nvme_nbytes,
         notes=tuple(host.notes),
     )
+
+
+def place_for_any_loop(request: Request, need: str) -> Placement:
+    """The placement of `schedule="auto"` for a loop that needs all gradients before the first update, or may.
+
+    Deferred where all gradients fit in host memory, else synchronous, whose reads of spilled gradients come together.
+
+    Args:
+        need: why all gradients are needed, for the plan.
+
+    Raises:
+        PlacementError: as `make_placement`.
+    """
+    fits = f"auto: {need}, and host memory holds them until the next forward"
+    deferred = make_placement(replace(request, schedule=Schedule.DEFERRED, schedule_reason=fits))
+    if not deferred.spilled_gradients:
+        return deferred
+    spills = f"auto: {need}, and host memory does not hold all of them"
+    return make_placement(replace(request, schedule=Schedule.SYNCHRONOUS, schedule_reason=spills))
 
 
 def _refusal(tier: str, budget: int, minimum: int, terms: Sequence[Term]) -> str:

@@ -178,13 +178,13 @@ def _choose_schedule(config: Config, options: TrainOptions) -> tuple[Config, str
     if config.schedule is Schedule.OVERLAPPED and needs_all:
         raise ConfigError(
             f"schedule 'overlapped' contradicts {' and '.join(needs_all)}: it updates each unit as soon as its "
-            "gradient is complete, before the others are known; allowed: 'synchronous', 'auto'"
+            "gradient is complete, before the others are known; allowed: 'deferred', 'synchronous', 'auto'"
         )
     if config.schedule is not Schedule.AUTO:
         return config, f"schedule: {config.schedule.value} (asked for)"
     if needs_all:
-        reason = f"auto: {' and '.join(needs_all)} need all gradients before the first update"
-        return config.with_(schedule=Schedule.SYNCHRONOUS), f"schedule: synchronous ({reason})"
+        reason = f"{' and '.join(needs_all)} need all gradients before the first update"
+        return config, f"schedule: auto ({reason}: deferred where host memory holds them, else synchronous)"
     reason = "auto: neither accumulation nor clipping, so units are updated during backward"
     return config.with_(schedule=Schedule.OVERLAPPED), f"schedule: overlapped ({reason})"
 

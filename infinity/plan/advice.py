@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from infinity.config import Schedule
 from infinity.errors import ConfigError, PlacementError
-from infinity.plan.planner import PlanRequest, StepPlan, chosen_schedule, make_plan
+from infinity.plan.planner import PlanRequest, StepPlan, make_plan, plan_rank
 from infinity.sizes import format_nbytes, parse_nbytes
 
 _MOST_SWEPT = 64
@@ -43,10 +43,9 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     yield f"--batch {2 * workload.batch}", with_workload(request, batch=2 * workload.batch)
     if workload.accumulate == 1:
         yield "--accumulate 2", with_workload(request, accumulate=2, schedule=Schedule.AUTO)
-    present = chosen_schedule(workload)[0]
-    others = [s for s in (Schedule.SYNCHRONOUS, Schedule.OVERLAPPED) if s is not present]
-    for schedule in others:
-        if schedule is Schedule.SYNCHRONOUS or workload.accumulate == 1:
+    present = plan_rank(request).placement.schedule
+    for schedule in _schedules(workload.accumulate):
+        if schedule is not present:
             yield f"--schedule {schedule.value}", with_workload(request, schedule=schedule)
     recompute = "--no-recompute" if workload.recompute else "--recompute"
     yield recompute, with_workload(request, recompute=not workload.recompute)
@@ -79,13 +78,17 @@ def _try(what: str, request: PlanRequest) -> Change:
         return Change(what, None, str(error).splitlines()[0])
 
 
+def _schedules(accumulate: int) -> list[Schedule]:
+    """What a loop with so many micro-batches may use."""
+    return [Schedule.SYNCHRONOUS, Schedule.DEFERRED, *([Schedule.OVERLAPPED] if accumulate == 1 else [])]
+
+
 def search(request: PlanRequest) -> list[Change]:
     """Every way to run the same tokens per step: micro-batches, schedules, recomputation. Fastest first."""
     together = request.workload.batch * request.workload.accumulate
     found = []
     for accumulate in (n for n in range(1, together + 1) if together % n == 0):
-        schedules = [Schedule.SYNCHRONOUS, *([Schedule.OVERLAPPED] if accumulate == 1 else [])]
-        for schedule in schedules:
+        for schedule in _schedules(accumulate):
             for recompute in (True, False):
                 batch = together // accumulate
                 changed = with_workload(

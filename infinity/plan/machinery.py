@@ -209,6 +209,7 @@ class Machinery:
         Raises:
             InfinityError: an update failed.
         """
+        self.read_ahead.force()
         self.read_ahead.stop()
         await asyncio.sleep(0)
         await self.pipeline.drain()

@@ -10,7 +10,7 @@ from infinity.errors import PlacementError
 from infinity.groups import FlatGroup, Unit
 from infinity.optim.hyper import StateField
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Placement, Request, make_placement
+from infinity.placement import Placement, Request, make_placement, place_for_any_loop
 from infinity.plan.bounds import lower_bounds, moved_nbytes, scenario_traffic
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import Hardware
@@ -147,21 +147,20 @@ def plan_rank(request: PlanRequest) -> RankPlan:
     groups, units = rank_groups(
         model.specs, workload.precision, kernel, has_fast_bf16=hardware.has_gpu, ranks=hardware.ranks
     )
-    schedule, reason = chosen_schedule(workload)
-    placement = make_placement(
-        Request(
-            units=units,
-            groups=groups,
-            fields=kernel.fields,
-            schedule=schedule,
-            schedule_reason=reason,
-            host_budget_nbytes=host_budget_nbytes(request),
-            device_budget_nbytes=device_budget_nbytes(request),
-            nvme_budget_nbytes=_drive_space(hardware),
-            chunk_nbytes=None,
-            staging_nbytes=0,
-        )
+    schedule, reason = _schedule(workload)
+    wanted = Request(
+        units=units,
+        groups=groups,
+        fields=kernel.fields,
+        schedule=schedule,
+        schedule_reason=reason,
+        host_budget_nbytes=host_budget_nbytes(request),
+        device_budget_nbytes=device_budget_nbytes(request),
+        nvme_budget_nbytes=_drive_space(hardware),
+        chunk_nbytes=None,
+        staging_nbytes=0,
     )
+    placement = place_for_any_loop(wanted, reason) if schedule is Schedule.AUTO else make_placement(wanted)
     _refuse_without_drives(placement, hardware)
     return RankPlan(units, groups, kernel.fields, placement, _notes(request))
 
@@ -196,12 +195,12 @@ def host_budget_nbytes(request: PlanRequest) -> int:
     return max(memory - reserved, 0) // request.hardware.gpus
 
 
-def chosen_schedule(workload: Workload) -> tuple[Schedule, str]:
-    """The schedule of a workload, and why."""
+def _schedule(workload: Workload) -> tuple[Schedule, str]:
+    """The schedule of a workload, and why; `AUTO` where it depends on what fits."""
     if workload.schedule is not Schedule.AUTO:
         return workload.schedule, "asked for"
     if workload.accumulate > 1:
-        return Schedule.SYNCHRONOUS, "auto: accumulation needs all gradients before the first update"
+        return Schedule.AUTO, "accumulation needs all gradients before the first update"
     return Schedule.OVERLAPPED, "auto: no accumulation, so units are updated during backward"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from infinity.config import Schedule
 from infinity.errors import InfinityError
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
@@ -155,19 +156,26 @@ class TrainingThread:
 
     async def _optimizer_step(self) -> None:
         machinery = self.machinery
+        later: list[GroupUpdate] = []
         if not self._scenario.is_overlapped:
             for ticket in self._spills:
                 await self._wait(ticket, StallCause.NVME_WRITE)
             self._spills.clear()
-            for index in sorted(self._gradients):
-                self._submit(self._scenario.groups[index])
+            updates = [self._make_update(self._scenario.groups[index]) for index in sorted(self._gradients)]
+            later = [update for update in updates if self._is_deferred(update)]
+            machinery.pipeline.submit([update for update in updates if update not in later])
+            machinery.pipeline.defer(later)
         self._step += 1
         machinery.read_ahead.step_submitted(self._step)
         for update in self._updates:
-            await self._wait(update.computed, StallCause.OPTIMIZER)
+            if update not in later:
+                await self._wait(update.computed, StallCause.OPTIMIZER)
         self._updates = [update for update in self._updates if not update.written.done]
         for unit in self._resident:
             await self._pass(sum(self.machinery.copy_s(g) for g in unit.groups), "refresh resident parameters")
+
+    def _is_deferred(self, update: GroupUpdate) -> bool:
+        return self._scenario.placement.schedule is Schedule.DEFERRED and not self._is_resident(update.state.group)
 
     def _begin(self) -> None:
         order = self.machinery.order
@@ -218,6 +226,7 @@ class TrainingThread:
             self._device_blocks[group.index] = block
             return fence
         copy = machinery.copies[group.index]
+        machinery.read_ahead.want(group.index)
         await self._wait(copy.update, StallCause.OPTIMIZER)
         if not copy.claim():
             with self._stalled(StallCause.NVME_READ):
@@ -328,7 +337,7 @@ class TrainingThread:
                 await fence
             self._spill(gradient)
         elif self._scenario.is_overlapped:
-            self._submit(group)
+            self.machinery.pipeline.submit([self._make_update(group)])
 
     async def _open(self, group: FlatGroup) -> GroupGradient:
         """The group's gradient with host memory for it."""
@@ -365,7 +374,7 @@ class TrainingThread:
         ticket.add_done_callback(landed)
         self._spills.append(ticket)
 
-    def _submit(self, group: FlatGroup) -> None:
+    def _make_update(self, group: FlatGroup) -> GroupUpdate:
         machinery = self.machinery
         slots = len(group.layout.slots)
         update = GroupUpdate(
@@ -381,7 +390,7 @@ class TrainingThread:
         )
         update.copy.update = update.computed
         self._updates.append(update)
-        machinery.pipeline.submit([update])
+        return update
 
     # Time ------------------------------------------------------------------------------------------------------
 

@@ -53,8 +53,8 @@ def test_derived_budgets_of_a_deep_model_are_a_quarter_of_its_state() -> None:
     ("options", "schedule"),
     [
         (TrainOptions(preset="tiny"), Schedule.OVERLAPPED),
-        (TrainOptions(preset="tiny", accumulate=2), Schedule.SYNCHRONOUS),
-        (TrainOptions(preset="tiny", clip=1.0), Schedule.SYNCHRONOUS),
+        (TrainOptions(preset="tiny", accumulate=2), Schedule.AUTO),
+        (TrainOptions(preset="tiny", clip=1.0), Schedule.AUTO),
         (TrainOptions(preset="tiny", schedule="synchronous"), Schedule.SYNCHRONOUS),
     ],
 )

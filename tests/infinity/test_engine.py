@@ -72,10 +72,19 @@ def test_auto_schedule_says_why(offload: MakeEngine) -> None:
     assert "auto: " in offload(build(Net)).plan.describe()
 
 
+@pytest.mark.parametrize(("budget", "schedule"), [("440KiB", "deferred"), ("360KiB", "synchronous")])
+def test_auto_defers_where_all_gradients_fit(offload: MakeEngine, budget: str, schedule: str) -> None:
+    engine = offload(build(Net), host={"budget": budget}, chunk="16KiB")
+    assert engine.plan.placement.schedule.value == schedule
+    assert bool(engine.plan.placement.spilled_gradients) == (schedule == "synchronous")
+    assert f"schedule: {schedule} (auto: a loop may accumulate or clip" in engine.plan.describe()
+
+
 def test_trace_can_be_written(offload: MakeEngine, tmp_path: Path) -> None:
     model = build(Net)
     engine = offload(model)
     train(model, infinity.AdamW(model.parameters()), 0)
+    engine.metrics()  # updates that are deferred run now
     path = tmp_path / "trace.json"
     engine.trace.write_chrome(path)
     events = json.loads(path.read_text())["traceEvents"]

@@ -18,7 +18,7 @@ from storage.types import Op
 from tests.plan.cases import PAGE_NBYTES, SPEEDS, make_scenario
 from tests.scheduler.planned import UnitShape
 
-SCHEDULES = [Schedule.SYNCHRONOUS, Schedule.OVERLAPPED]
+SCHEDULES = [Schedule.SYNCHRONOUS, Schedule.OVERLAPPED, Schedule.DEFERRED]
 EIGHT = [UnitShape((4,)) for _ in range(8)]
 THOROUGH = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
