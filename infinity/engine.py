@@ -26,6 +26,7 @@ from infinity.init import InitFn, fill_shards
 from infinity.iteration import Iteration
 from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
+from infinity.optim.foreign import refuse_foreign_optimizers
 from infinity.order import Phase
 from infinity.plan.summary import Plan
 from infinity.ranks import Ranks, discover
@@ -77,6 +78,7 @@ class Engine:
         self._book = TrafficBook(runtime)
         self.plan = Plan(runtime)
         runtime.hooks = hooks.install(runtime.model, runtime.units, self._iteration)
+        runtime.hooks.append(refuse_foreign_optimizers(self, self._updates.is_attached))
         _log.info("offloaded %d parameters\n%s", self.plan.parameters, self.plan.describe())
 
     # Training --------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedModelError
 from infinity.layout import Chunk, FlatLayout, FlatSpan, Sharding
-from infinity.released import Access, OffloadedParameter, ParameterRef, ReleasedParameter
+from infinity.released import Access, OffloadedParameter, ParameterRef, ReleasedParameter, become
 from infinity.units import Owned, Owners
 
 ALONE = Sharding()
@@ -109,6 +109,23 @@ class FlatGroup:
         parameter = OffloadedParameter(view, requires_grad=self.trainable)
         parameter.ref = ParameterRef(self, number, access)
         return parameter
+
+    def take_over(self) -> None:
+        """Let the parameter objects that the modules hold become the stand-ins, once their values are not needed.
+
+        Whoever else holds one of them (a list of weights, a closure, an optimizer) holds the stand-in from then on,
+        which is gathered on use, and not an old tensor that nothing trains. What users set on a parameter stays on it.
+        """
+        stand_ins = list(self.stand_ins)
+        for number, owners in enumerate(self.owners):
+            module, attribute = owners[0]
+            original = module._parameters[attribute]
+            if original is not None:
+                settings = dict(vars(original))
+                stand_ins[number] = become(original, stand_ins[number])
+                for parameter in (stand_ins[number], self.parameters[number]):
+                    vars(parameter).update({k: v for k, v in settings.items() if k not in vars(parameter)})
+        self.stand_ins = tuple(stand_ins)
 
     def show_released(self) -> None:
         """Let the modules hold the refusing stand-ins."""

@@ -144,6 +144,7 @@ def _refuse_uninitialised(groups: Sequence[FlatGroup]) -> None:
 def _adopt(runtime: Runtime, group: FlatGroup) -> None:
     """Copy the parameters of an already built model into the shard, then let the model forget them."""
     lease = _make_shard(runtime, group)
+    group.take_over()
     group.show_released()
     _place(runtime, group, lease)
 
@@ -236,6 +237,8 @@ def _materialise(
     on_progress: Callable[[str], None] | None,
 ) -> None:
     spans = _open_spans(runtime.model, groups)
+    for group in groups:
+        group.take_over()
     opened: dict[int, _Staging] = {}
     for position, module in enumerate(runtime.model.modules()):
         for group, (first, _) in zip(groups, spans, strict=True):

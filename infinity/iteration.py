@@ -26,6 +26,7 @@ from infinity.config import DeviceKind
 from infinity.errors import IterationError, NotGatheredError, UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
+from infinity.lending import Lending
 from infinity.lockstep import Want
 from infinity.occupancy import Occupancy
 from infinity.order import Access, Mode, Phase
@@ -66,6 +67,7 @@ class Iteration:
         self._used_elsewhere: set[int] = set()
         self._used_in_forward: set[int] = set()  # by the forward under way, outside of the parameters' units
         self._resident = {group.index for group in runtime.resident_groups}
+        self._lending = Lending(group for group in runtime.groups if group.index not in self._resident)
         self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
 
     # Forward ---------------------------------------------------------------------------------------------------
@@ -91,8 +93,8 @@ class Iteration:
         trace, position = runtime.order.upcoming()
         runtime.io.post(runtime.read_ahead.begin, self._mode, trace, position)
 
-    def leave_forward(self, output: Any) -> None:
-        """`output` is None when the forward failed."""
+    def leave_forward(self, output: Any) -> Any:
+        """What the caller of the forward gets; `output` is None when it failed."""
         if output is None:
             self._updates.notice_failure()
         if not in_backward() and self._occupancy.leave():
@@ -108,6 +110,8 @@ class Iteration:
             if forward is not None and output is not None and not live_with_graph(output, forward):
                 self._kept_forwards.append(forward)
             self._meet_after_forward(is_complete=output is not None)
+            return self._lending.take_back(output)
+        return output
 
     def pre_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
@@ -117,10 +121,11 @@ class Iteration:
         if not recomputing and self._forward is not None:
             self._forward.calls[unit.index] += 1
 
-    def post_forward(self, unit: Unit) -> None:
+    def post_forward(self, unit: Unit, output: Any) -> None:
         self._refuse_edited(unit)
         # In a recomputation the coming backward needs the unit; the end of its run or of backward frees it.
         if not in_backward():
+            self._gather_on_use(self._lending.groups_in(output))
             self._release(unit)
 
     # Backward --------------------------------------------------------------------------------------------------

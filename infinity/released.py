@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -119,7 +119,7 @@ def _refuse(name: str, operation: str) -> NoReturn:
 _TENSOR = torch.Tensor
 _METADATA_PROPERTIES = """
     shape dtype device requires_grad ndim is_leaf is_meta layout nbytes itemsize grad_fn _backward_hooks is_cuda is_cpu
-    is_sparse is_quantized is_mkldnn is_nested is_xla is_mps is_xpu retains_grad names _version output_nr
+    is_sparse is_quantized is_mkldnn is_nested is_xla is_mps is_xpu retains_grad names _version output_nr _base
 """
 _METADATA_METHODS = """
     numel size dim is_floating_point is_complex __hash__ element_size stride is_contiguous type __len__ nelement
@@ -214,6 +214,21 @@ class ReleasedParameter(StandIn):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(self.ref.name, "pickle")
+
+
+def become(original: nn.Parameter, stand_in: ReleasedParameter) -> ReleasedParameter:
+    """Turn a parameter object into its stand-in, and return that.
+
+    Where torch cannot do so (something holds a weak reference to it, as RNN modules do, or a view of it) the stand-in
+    is another object, and the original is emptied, so that a use of it fails instead of computing with old values.
+    """
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(original, stand_in)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        original.data = torch.empty(0, dtype=original.dtype, device=original.device)
+        return stand_in
+    return cast(ReleasedParameter, original)
 
 
 class SpilledGradient(StandIn):

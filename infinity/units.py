@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
@@ -81,6 +82,7 @@ def partition(
     """
     parameters = find_parameters(model)
     _refuse_unsupported(parameters)
+    _refuse_overlapping(model, parameters)
     if unit_classes:
         blocks = _outermost(_match_blocks(model, "", unit_classes))
         _refuse_unmatched(blocks, unit_classes)
@@ -118,6 +120,34 @@ def _refuse_unsupported(parameters: Sequence[Owned]) -> None:
             raise UnsupportedModelError(
                 f"parameter {entry.name!r} is sparse or complex; convert it to a dense real tensor first"
             )
+
+
+def _refuse_overlapping(model: nn.Module, parameters: Sequence[Owned]) -> None:
+    """Tensors that share memory change together; offloaded, each would have values of its own."""
+    named = [(entry.name, entry.parameter.detach(), True) for entry in parameters]
+    named += [(name, buffer, False) for name, buffer in model.named_buffers()]
+    spans = [(*_memory_span(t), name, is_parameter) for name, t, is_parameter in named if _has_memory(t)]
+    furthest = furthest_parameter = (0, "")  # where what came before ends
+    for start, stop, name, is_parameter in sorted(spans):
+        end, other = furthest if is_parameter else furthest_parameter
+        if start < end:
+            raise UnsupportedModelError(
+                f"{name!r} shares memory with {other!r} but is another tensor, so that only plain PyTorch would change "
+                f"both together. Tie parameters by using one object ({name} = {other}), or give it a copy of its own"
+            )
+        furthest = max(furthest, (stop, name))
+        if is_parameter:
+            furthest_parameter = max(furthest_parameter, (stop, name))
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_meta and type(tensor) is torch.Tensor and tensor.numel() > 0
+
+
+def _memory_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first byte and behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _refuse_unmatched(blocks: Sequence[tuple[str, nn.Module]], unit_classes: Sequence[str | type[nn.Module]]) -> None:

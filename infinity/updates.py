@@ -87,6 +87,10 @@ class Updates:
         take_optimizer(self._runtime, optimizer.kind)
         self._optimizer = optimizer
 
+    def is_attached(self, optimizer: object) -> bool:
+        """Whether this is the optimizer that updates this engine's parameters."""
+        return optimizer is self._optimizer
+
     def warn_without_optimizer(self) -> None:
         """A forward begins: say once if gradients pile up that no optimizer of this engine will ever use."""
         if self._optimizer is None and not self._has_warned and self._runtime.sink.pending():

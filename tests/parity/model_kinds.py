@@ -370,3 +370,49 @@ class Bags(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.head(self.embed(ids) + self.bag(ids)[:, None])
         return out
+
+
+class Holding(Stack):
+    """Computes with weights that it holds where no module holds them; `hold` says how."""
+
+    def __init__(self, hold: Callable[[Holding], Callable[[], Iterable[Tensor]]]) -> None:
+        super().__init__(Mlp() for _ in range(2))
+        self.weights = hold(self)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        total: Tensor = super().forward(ids)
+        for weight in self.weights():
+            total = total + total.mean() * weight.sum()
+        return total
+
+
+def _in_closure(model: Holding) -> Callable[[], Iterable[Tensor]]:
+    weights = [model.embed.weight, model.body[1].b.weight]
+    return lambda: (weight * 2 for weight in weights)
+
+
+def _in_attributes(model: Holding) -> Callable[[], Iterable[Tensor]]:
+    object.__setattr__(model, "tied", model.head.weight)
+    return lambda: [model.tied]
+
+
+def _in_containers(model: Holding) -> Callable[[], Iterable[Tensor]]:
+    model.weights_by_name = {"embed": model.embed.weight}
+    model.some_weights = (model.body[0].a.weight, [model.body[0].a.bias])
+    return lambda: [model.weights_by_name["embed"], model.some_weights[0], *model.some_weights[1]]
+
+
+class _Helper:
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self) -> Iterable[Tensor]:
+        return [self.weight]
+
+
+HOLDERS: dict[str, Callable[[Holding], Callable[[], Iterable[Tensor]]]] = {
+    "closure": _in_closure,
+    "attribute": _in_attributes,
+    "containers": _in_containers,
+    "object": lambda model: _Helper(model.body[1].a.weight),
+}
