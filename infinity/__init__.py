@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from infinity.optim.adamw import Adam, AdamW
     from infinity.optim.base import clip_grad_norm_
     from infinity.optim.lion import Lion
+    from infinity.optim.scaler import GradScaler
     from infinity.optim.sgd import SGD
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "DeviceKind",
     "DeviceOutOfMemoryError",
     "Engine",
+    "GradScaler",
     "HostConfig",
     "InfinityError",
     "IterationError",
@@ -67,6 +69,7 @@ _HOMES = {
     "Adam": "infinity.optim.adamw",
     "AdamW": "infinity.optim.adamw",
     "Engine": "infinity.engine",
+    "GradScaler": "infinity.optim.scaler",
     "Lion": "infinity.optim.lion",
     "SGD": "infinity.optim.sgd",
     "clip_grad_norm_": "infinity.optim.base",

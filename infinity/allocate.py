@@ -11,7 +11,7 @@ from functools import partial
 from torch import nn
 
 from infinity.collectives import Collectives
-from infinity.config import Config, Schedule
+from infinity.config import Config, Precision, Schedule
 from infinity.devices.base import Device
 from infinity.gather import Gatherer
 from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
@@ -178,7 +178,7 @@ def _sink(
     lockstep: Lockstep | None,
 ) -> GradientSink:
     make = GradientSink if lockstep is None else partial(RankGradientSink, lockstep=lockstep)
-    return make(
+    sink = make(
         device=plan.device,
         pool=made.pool,
         store=made.store,
@@ -189,6 +189,8 @@ def _sink(
         free_ahead=free_ahead,
         stalls=stalls,
     )
+    sink.wants_peaks = plan.config.precision is Precision.FP16
+    return sink
 
 
 def _budgets(plan: Blueprint) -> dict[str, TierBudget]:

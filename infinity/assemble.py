@@ -192,6 +192,11 @@ def _request(
     device: Device,
     local_size: int,
 ) -> Request:
+    if config.schedule is Schedule.OVERLAPPED and config.precision is Precision.FP16:
+        raise ConfigError(
+            "schedule='overlapped' contradicts precision='fp16': a step can be skipped for an overflow only when all "
+            "gradients are known before the first update; allowed: 'synchronous', 'deferred', 'auto'"
+        )
     return Request(
         units=units,
         groups=groups,

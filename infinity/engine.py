@@ -108,6 +108,11 @@ class Engine:
         self._check_open()
         return self._updates.clip(slots, max_norm)
 
+    def unscale(self, inverse: float) -> bool:
+        """Called by the optimizer for `infinity.GradScaler`."""
+        self._check_open()
+        return self._updates.unscale(inverse)
+
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
         """Total gradient norm before clipping, as last computed."""

@@ -47,6 +47,7 @@ class GroupGradient:
         self.group = group
         self.present = [False] * len(group.layout.slots)
         self.norms: dict[int, torch.Tensor] = {}
+        self.peaks: dict[int, list[torch.Tensor]] = {}  # by slot, the largest magnitude of every part, NaN if any is
         self.fences: list[Fence] = []
         self.is_spilled = False
         self.is_filled = False  # with several ranks: whether the span holds something to add to
@@ -142,6 +143,7 @@ class GradientSink:
         self._writes: list[Ticket] = []
         self.step = 0
         self.wants_norms = False
+        self.wants_peaks = False
 
     # Backward --------------------------------------------------------------------------------------------------
 
@@ -198,6 +200,8 @@ class GradientSink:
                     offset_nbytes=group.layout.slots[number].offset * group.compute_dtype.itemsize,
                 )
             )
+            if self.wants_peaks:
+                gradient.peaks.setdefault(number, []).append(_peak(grad))
             gradient.present[number] = True
             gradient.norms.pop(number, None)
         self._watch(gradient, fences)
@@ -218,6 +222,9 @@ class GradientSink:
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
         if self.wants_norms:
             self._measure(gradient)
+        for slot, parts in gradient.peaks.items():
+            if len(parts) > 1:
+                gradient.peaks[slot] = [_peak(gradient.slot_view(slot))]
         lease, reservation = gradient.lease, gradient.reservation
         size = GRAD_DTYPE.itemsize
         ticket = self._store.submit_write(
@@ -264,12 +271,14 @@ class GradientSink:
         self._wait_arrived(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
         gradient.norms.pop(slot, None)  # whoever sees it may change it
+        gradient.peaks.pop(slot, None)
         return gradient.slot_view(slot).view(place.shape)
 
     def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
         """Make `value` (of the slot's shape, on any device) the gradient of one parameter."""
         gradient = self._open(group)
         gradient.slot_view(slot).copy_(value.reshape(-1))
+        gradient.peaks[slot] = [_peak(value)]
         gradient.present[slot] = True
         gradient.norms.pop(slot, None)
         self.settle(group)
@@ -281,9 +290,40 @@ class GradientSink:
             self._wait_arrived(gradient)  # what comes next overwrites, and must not meet a copy under way
             gradient.present[slot] = False
             gradient.norms.pop(slot, None)
+            gradient.peaks.pop(slot, None)
             if not any(gradient.present) and gradient.arrival.done:
                 gradient.release()
                 del self._gradients[group.index]
+
+    def overflowed(self) -> bool:
+        """Whether a gradient that waits is infinite or NaN somewhere. From now on that is seen as they arrive."""
+        self.wants_peaks = True
+        for gradient in self._gradients.values():
+            in_memory = gradient.lease is not None  # what was added up may be infinite though no part of it is
+            known = {s for s, parts in gradient.peaks.items() if len(parts) == 1 or not in_memory}
+            missing = [s for s, there in enumerate(gradient.present) if there and s not in known]
+            if missing:
+                is_away = gradient.is_spilled and not in_memory
+                if is_away:
+                    self._read_back(gradient)
+                self._wait_arrived(gradient)
+                gradient.peaks.update({slot: [_peak(gradient.slot_view(slot))] for slot in missing})
+                if is_away:
+                    gradient.release()
+        peaks = [peak for g in self._gradients.values() for parts in g.peaks.values() for peak in parts]
+        return any(not bool(torch.isfinite(peak)) for peak in peaks)
+
+    def multiply(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> bool:
+        """Multiply a gradient by a power of two in place. False, and nothing happens, when it is in the swap file."""
+        gradient = self._gradients[group.index]
+        if gradient.lease is None:
+            return False
+        self._wait_arrived(gradient)
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        gradient.slot_view(slot).mul_(factor)
+        if slot in gradient.norms:
+            gradient.norms[slot] = gradient.norms[slot] * factor
+        return True
 
     def take(self, group: FlatGroup) -> GroupGradient:
         """Hand the gradient over to an update, which releases it."""
@@ -435,3 +475,10 @@ class GradientSink:
             else:
                 waiting.append((fences, block))
         self._retiring = waiting
+
+
+@torch.no_grad()
+def _peak(grad: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, 0-dim, on the device of `grad`; NaN if there is one. No copy, and nothing waits."""
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, float("inf")) if grad.numel() else torch.zeros(())
+    return norm

@@ -289,6 +289,7 @@ class Iteration:
             self._updates.refuse_second(group)
         for slot in fresh:
             self._updates.refuse_clipped(group, slot)
+            self._updates.scaling.refuse_more(group, slot)
         self._runtime.sink.harvest(group)
         self._runtime.sink.settle(group)
         if is_final:

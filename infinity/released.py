@@ -237,7 +237,8 @@ class SpilledGradient(StandIn):
     parameter_name: str
     why: ClassVar[str] = (
         "waits in the swap file because the gradients do not fit in the host budget. To clip, use "
-        "infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to read gradients, raise host.budget"
+        "infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to scale losses, use infinity.GradScaler; to read "
+        "gradients, raise host.budget"
     )
 
     @staticmethod

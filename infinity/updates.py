@@ -29,6 +29,7 @@ from infinity.optim.taking import take_optimizer
 from infinity.rank_gradients import RankGradientSink
 from infinity.released import ParameterRef, SpilledGradient
 from infinity.runtime import Runtime
+from infinity.scaling import Scaling
 from storage.types import Ticket
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Updates:
         self._optimizer: OptimizerView | None = None
         self._submitted: dict[int, Sequence[Hyper | None]] = {}
         self._scales: dict[tuple[int, int], torch.Tensor] = {}  # clip coefficients by group and slot
+        self.scaling = Scaling(runtime.sink)
         self._torn: str | None = None
         self._has_warned = False
         self.last_grad_norm: torch.Tensor | None = None
@@ -142,7 +144,7 @@ class Updates:
         return self._clip(chosen, max_norm)
 
     def _clip(self, chosen: Sequence[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
-        norm = total_norm(self._runtime.sink.norms(chosen))
+        norm = total_norm(self._norms(chosen))
         coefficient = clip_coefficient(norm, max_norm)
         for group, slot in chosen:
             if self._scales.get((group.index, slot), 1.0) != 1.0:
@@ -153,6 +155,28 @@ class Updates:
             self._scales[group.index, slot] = coefficient
         self.last_grad_norm = norm
         return norm
+
+    def unscale(self, inverse: float) -> bool:
+        """Take the loss scale out of the gradients that wait. True when one of them is infinite or NaN.
+
+        Raises:
+            IterationError: `overlapped` has applied gradients with the scale in them.
+        """
+        if self._runtime.lockstep is not None:
+            raise ConfigError(
+                "infinity.GradScaler works with one rank only: with several, one rank's overflow would have to be "
+                "known on all. Use precision='bf16', which needs no loss scale"
+            )
+        if self.is_overlapped:
+            error = ConfigError(
+                "schedule='overlapped' applies gradients as they arrive, with the loss scale in them and overflows "
+                "too. Use schedule='synchronous' with a loss scale"
+            )
+            if self._submitted:
+                self._tear(error)
+                self.raise_failure()
+            raise error
+        return self.scaling.unscale(inverse)
 
     def step(self, optimizer: OptimizerView) -> None:
         """End the step: every update is computed, or deferred to the next use of its group.
@@ -184,6 +208,7 @@ class Updates:
                 runtime.gatherer.refresh(group)
         self._submitted.clear()
         self._scales.clear()
+        self.scaling.clear()
 
     def gradient_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
         """The gradient that waits for `step()`, or None.
@@ -217,6 +242,8 @@ class Updates:
         if tuple(value.shape) != place.shape:
             raise ConfigError(f"the gradient of {place.name!r} has shape {place.shape}, got {tuple(value.shape)}")
         waiting = self.gradient_of(group, slot)
+        if isinstance(waiting, SpilledGradient):
+            self.scaling.drop(group, slot)
         if waiting is None or isinstance(waiting, SpilledGradient):
             self._finish_update(group)
             self._runtime.sink.put(group, slot, value.detach())
@@ -227,6 +254,7 @@ class Updates:
         """Forget the gradient of one parameter, and how it was to be clipped. Idempotent."""
         self._runtime.sink.drop(group, slot)
         self._scales.pop((group.index, slot), None)
+        self.scaling.drop(group, slot)
 
     def refuse_edited(self, groups: Iterable[FlatGroup]) -> None:
         """Groups are about to be updated, or have been during backward.
@@ -270,6 +298,7 @@ class Updates:
         """Forget gradients that no step has used."""
         self._runtime.sink.discard()
         self._scales.clear()
+        self.scaling.clear()
 
     def wait_written(self) -> None:
         """Wait until the swap files hold every update, those that were deferred too."""
@@ -399,6 +428,17 @@ class Updates:
         for update in updates:
             self._runtime.stalls.wait(update.computed, StallCause.OPTIMIZER)
 
+    def _factors_of(self, group: FlatGroup) -> list[torch.Tensor | None]:
+        """By slot, what its gradient is still to be multiplied by."""
+        slots = range(len(group.layout.slots))
+        return [self.scaling.times(group, slot, self._scales.get((group.index, slot))) for slot in slots]
+
+    def _norms(self, slots: Sequence[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
+        present = [(group, slot) for group, slot in slots if self._runtime.sink.has(group, slot)]
+        norms = self._runtime.sink.norms(present)
+        scaled = (self.scaling.times(*place, norm) for place, norm in zip(present, norms, strict=True))
+        return [norm for norm in scaled if norm is not None]
+
     def _submit(self, groups: Sequence[FlatGroup]) -> None:
         """Start the updates of groups, whose gradients are final."""
         self._runtime.io.post(self._runtime.pipeline.submit, self._make_updates(groups))
@@ -438,7 +478,7 @@ class Updates:
                 gradient=gradient,
                 hypers=hypers,
                 steps=tuple(state.steps),
-                grad_scales=[self._scales.get((group.index, slot)) for slot in range(len(hypers))],
+                grad_scales=self._factors_of(group),
                 step=runtime.step,
                 computed=Ticket(f"update of {group.key}"),
                 written=Ticket(f"write-back of {group.key}"),

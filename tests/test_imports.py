@@ -15,8 +15,8 @@ PACKAGES = ("infinity", "storage")
 # What decides and what computes; it runs without an engine, so that it can be tested without one.
 PURE = ("layout", "units", "order", "placement", "readahead")
 PUBLIC = """
-    Adam AdamW CheckpointError Config ConfigError DeviceConfig DeviceKind DeviceOutOfMemoryError Engine HostConfig
-    InfinityError IterationError Lion NotGatheredError NvmeConfig PlacementError Precision SGD Schedule
+    Adam AdamW CheckpointError Config ConfigError DeviceConfig DeviceKind DeviceOutOfMemoryError Engine GradScaler
+    HostConfig InfinityError IterationError Lion NotGatheredError NvmeConfig PlacementError Precision SGD Schedule
     UnsupportedModelError clip_grad_norm_ empty_init gathered offload
 """
 

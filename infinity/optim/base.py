@@ -122,6 +122,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         settings = self._places.get((group.index, slot))
         return None if settings is None else self.hyper_from(settings)
 
+    def unscale_gradients(self, inverse: float) -> bool:
+        """Called by `infinity.GradScaler`: multiply all gradients by `inverse`, a power of two.
+
+        Returns:
+            Whether one of them is infinite or NaN.
+        """
+        return self._engine.unscale(inverse) if self._engine is not None else False
+
     def slots(self) -> Iterable[tuple[FlatGroup, int]]:
         """Every slot, in the order of the parameter groups."""
         for param_group in self.param_groups:
