@@ -1,0 +1,155 @@
+"""Predicted against measured step times, from a calibration made before the runs.
+
+For each model size one run on the unthrottled drive gives the seconds of the training thread and of the kernels. Then
+every schedule runs on one and two throttled drives of two speeds; its step is predicted before it starts, from that
+calibration and the speeds of the throttle, by the simulated scheduler. Real files, real threads.
+
+    python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import infinity
+from infinity.bench.machine import describe_machine
+from infinity.engine import Engine
+from infinity.models.gpt import Gpt, GptShape, init_weights
+from infinity.plan.drives import DriveModel
+from infinity.plan.observed import Calibration, RunObserver, scenario_of, with_drives
+from infinity.plan.simulate import simulate
+from storage.backends.base import Backend
+from storage.backends.throttled import Throttle, ThrottledBackend
+from storage.store import ShardStore
+
+SHAPES = (GptShape(8, 160, 4, 64), GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64))
+SCHEDULES = ("synchronous", "overlapped")
+RATES = ((60e6, 40e6), (200e6, 130e6))  # read and write, bytes/s of one drive
+_DEVICE_BUDGET, _HOST_SHARE = "32MiB", 0.35  # of the state in host memory
+
+
+@contextmanager
+def throttled(throttle: Throttle | None) -> Iterator[None]:
+    """Stores that are opened inside have drives of this speed."""
+    if throttle is None:
+        yield
+        return
+
+    def wrap(backend: Backend) -> Backend:
+        return ThrottledBackend(backend, throttle)
+
+    with mock.patch.object(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap)):
+        yield
+
+
+@contextmanager
+def opened(shape: GptShape, schedule: str, folders: list[Path], throttle: Throttle | None) -> Iterator[Engine]:
+    with infinity.empty_init():
+        model = Gpt(shape)
+    torch.manual_seed(0)
+    config = infinity.Config(
+        schedule=schedule,
+        device={"kind": "cpu", "budget": _DEVICE_BUDGET},
+        host={"budget": int(shape.parameters * 12 * _HOST_SHARE) + (12 << 20)},
+        nvme={"paths": folders},
+    )
+    with throttled(throttle), infinity.offload(model, config, init_fn=init_weights) as engine:
+        yield engine
+
+
+def run(engine: Engine, steps: int) -> RunObserver:
+    model = engine._runtime.model
+    optimizer = infinity.AdamW(model.parameters())
+    observer = RunObserver(engine._runtime)
+    inputs = torch.zeros(2, 64, dtype=torch.long)
+    for _ in range(steps):
+        model(inputs, inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        observer.step_ended()
+    return observer
+
+
+def calibrate(shape: GptShape, root: Path, steps: int) -> Calibration:
+    with opened(shape, "synchronous", [root / "drive0"], None) as engine:
+        observer = run(engine, steps)
+        return observer.calibrate(observer.moments[1:])
+
+
+def compare(
+    shape: GptShape,
+    calibration: Calibration,
+    schedule: str,
+    rates: tuple[float, float],
+    folders: list[Path],
+    steps: int,
+) -> dict[str, Any]:
+    """One run: predicted before it starts, then measured without its first two steps."""
+    throttle = Throttle(*rates)
+    models = [DriveModel(*rates, latency_s=0.0, duplex=1.0)] * len(folders)
+    with opened(shape, schedule, folders, throttle) as engine:
+        scenario = scenario_of(engine._runtime, with_drives(calibration, models), micro_batches=1, recompute=False)
+        predicted_s = simulate(scenario).step_s
+        moments = run(engine, steps).moments[2:]
+    measured_s = (moments[-1].at_s - moments[0].at_s) / (len(moments) - 1)
+    row = {
+        "parameters": shape.parameters,
+        "schedule": schedule,
+        "drives": len(folders),
+        "read_bytes_per_s": rates[0],
+        "write_bytes_per_s": rates[1],
+        "predicted_s": round(predicted_s, 4),
+        "measured_s": round(measured_s, 4),
+        "error": round(predicted_s / measured_s - 1, 4),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    started_s = time.perf_counter()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        root = Path(name)
+        folders = [root / f"drive{number}" for number in range(2)]
+        for folder in folders:
+            folder.mkdir()
+        for shape in SHAPES:
+            calibration = calibrate(shape, root, options.steps)
+            for schedule in SCHEDULES:
+                for rates in RATES:
+                    for count in (1, 2):
+                        rows.append(compare(shape, calibration, schedule, rates, folders[:count], options.steps))
+    errors = [abs(row["error"]) for row in rows]
+    result = {
+        "machine": describe_machine(),
+        "torch": torch.__version__,
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "elapsed_s": round(time.perf_counter() - started_s, 1),
+        "rows": rows,
+    }
+    print(f"median {result['median_error']:.1%}, worst {result['worst_error']:.1%}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
