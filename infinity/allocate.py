@@ -13,6 +13,7 @@ from torch import nn
 from infinity.collectives import Collectives
 from infinity.config import Config, Precision, Schedule
 from infinity.devices.base import Device
+from infinity.errors import ConfigError
 from infinity.gather import Gatherer
 from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
@@ -33,6 +34,7 @@ from infinity.released import Access
 from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
+from storage.backends.recording import IoLog
 from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
@@ -218,6 +220,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
     if not placement.nvme_nbytes:
         return None
     paths = stack.enter_context(swap_directories(nvme.paths, rank=_rank_of(plan)))
+    log = _open_log(plan, stack)
     options = StorageOptions(
         engine=nvme.engine.value,
         block_nbytes=nvme.block_nbytes,
@@ -227,7 +230,8 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         eio_retries=nvme.eio_retries,
         write_memory_nbytes=max(placement.pipeline_nbytes // len(paths), 1),
     )
-    store = ShardStore.open(paths, placement.nvme_nbytes, options=options)
+    wrap = log.wrap if log is not None else None
+    store = ShardStore.open(paths, placement.nvme_nbytes, options=options, wrap_backend=wrap)
     stack.callback(store.close)
     for group in plan.groups:
         if group.index not in placement.pinned_params:
@@ -237,6 +241,21 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         if group.index in placement.spilled_gradients:
             store.create(gradient_key(group), gradient_nbytes(group))
     return store
+
+
+def _open_log(plan: Blueprint, stack: ExitStack) -> IoLog | None:
+    """The record of all transfers, if one is asked for; with several ranks each has its own."""
+    path, rank = plan.config.nvme.io_log, _rank_of(plan)
+    if path is None:
+        return None
+    if rank is not None:
+        path = path.with_name(f"{path.name}.rank{rank}")
+    try:
+        log = IoLog(path)
+    except OSError as error:
+        raise ConfigError(f"nvme.io_log = {path}: cannot be written: {error.strerror or error}") from error
+    stack.callback(log.close)
+    return log
 
 
 def _rank_of(plan: Blueprint) -> int | None:

@@ -207,7 +207,7 @@ class NvmeConfig(_Section):
     """Swap files: one directory per drive (`None`: a temporary one), and how they are read and written.
 
     `threads` (blocks at a drive at a time) and `block_nbytes` are chosen when `None`, see `Calibrate`. `eio_retries` is
-    how often a block is tried again after EIO.
+    how often a block is tried again after EIO. `io_log` is a file for every transfer of the run in fio's trace format.
     """
 
     paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_paths)] = None
@@ -219,6 +219,7 @@ class NvmeConfig(_Section):
     checksum: Annotated[IoChecksum, BeforeValidator(_choice(IoChecksum))] = IoChecksum.XXH3
     eio_retries: Annotated[int, Field(strict=True, ge=0)] = 2
     io_timeout_s: Seconds = 60.0
+    io_log: Annotated[Path | None, BeforeValidator(lambda v: Path(v) if isinstance(v, str) else v)] = None
 
     if TYPE_CHECKING:
 

@@ -110,6 +110,10 @@ def train(
     io_timeout: Annotated[
         float | None, typer.Option(help="Seconds without any progress until an error.", rich_help_panel=_MEMORY)
     ] = None,
+    io_log: Annotated[
+        Path | None,
+        typer.Option(help="Write every transfer to this file, for fio to replay.", rich_help_panel=_OUTPUT),
+    ] = None,
     durability: Annotated[
         str | None,
         typer.Option(help="none, or checkpoint (what --save writes survives).", rich_help_panel=_OUTPUT),
@@ -168,6 +172,7 @@ def train(
                 nvme=tuple(nvme or ()),
                 schedule=schedule,
                 io_timeout=io_timeout,
+                io_log=io_log,
                 durability=durability,
                 save=save,
                 resume=resume,

@@ -40,6 +40,7 @@ class TrainOptions:
     nvme: tuple[Path, ...] = ()
     schedule: str | None = None
     io_timeout: float | None = None
+    io_log: Path | None = None
     durability: str | None = None
     save: Path | None = None
     resume: Path | None = None
@@ -158,7 +159,7 @@ def _engine_config(options: TrainOptions) -> Config:
     sections: dict[str, dict[str, object]] = {
         "device": {"kind": options.device, "budget": options.device_budget},
         "host": {"budget": options.host_budget},
-        "nvme": {"paths": options.nvme or None, "io_timeout_s": options.io_timeout},
+        "nvme": {"paths": options.nvme or None, "io_timeout_s": options.io_timeout, "io_log": options.io_log},
     }
     for name, section in sections.items():
         given = {key: value for key, value in section.items() if value is not None}

@@ -178,3 +178,23 @@ def test_a_folder_that_cannot_hold_swap_files_is_an_error(tmp_path: Path) -> Non
     code, _, error = call("train", "--preset", "tiny", "--nvme", file)
     assert code == 1
     assert str(file) in error
+
+
+def test_a_trace_of_a_run_holds_every_byte_that_moved(tmp_path: Path) -> None:
+    trace = tmp_path / "run.iolog"
+    report = train_report(tmp_path, "--steps", "2", "--io-log", trace)
+    noted = {"read": 0, "write": 0}
+    for line in trace.read_text().splitlines()[1:]:
+        _, _, action, *span = line.split()
+        if action in noted:
+            noted[action] += int(span[1])
+    total = report["traffic"]["total"]
+    assert noted["write"] == total["nvme_write_bytes"] + total["nvme_write_padding_bytes"]
+    assert noted["read"] >= total["nvme_read_bytes"] + total["nvme_read_padding_bytes"]
+
+
+def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    code, _, error = call("train", "--preset", "tiny", "--nvme", tmp_path, "--io-log", tmp_path / "no" / "run.iolog")
+    assert code == 2
+    assert "nvme.io_log" in error
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,106 @@
+"""A record of every transfer, in fio's own trace format: stock fio replays a training run on another disk.
+
+    fio --name=replay --read_iolog=run.iolog --direct=1 --ioengine=libaio --iodepth=32 --size=SIZE
+
+run in a folder of the disk to be measured; `--replay_no_stall=1` leaves the pauses of the run out. The files of the
+trace are named after the drives of the run and lie in the folder where fio runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from storage.backends.base import Backend
+from storage.backends.cost import IoCost
+from storage.types import IoRequest
+
+_HEADER = "fio version 3 iolog"
+
+
+class IoLog:
+    """One trace of all drives of a store. Thread safe; `close` it after the backends.
+
+    Args:
+        path: the file to write; it is written while the run goes on.
+        now_s: the time, in seconds from any moment.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self.path = path
+        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        self._now_s = now_s
+        self._start_s = now_s()
+        self._names: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._file.write(f"{_HEADER}\n")
+
+    def wrap(self, backend: Backend) -> Backend:
+        """For the `wrap_backend` of a store."""
+        return RecordingBackend(backend, self)
+
+    def add(self, request: IoRequest) -> None:
+        """Note a transfer that is submitted now."""
+        with self._lock:
+            if self._file is None:
+                return
+            now_us = round((self._now_s() - self._start_s) * 1e6)
+            name = self._names.get(request.path)
+            if name is None:
+                name = self._names[request.path] = f"drive{len(self._names)}.dat"
+                self._file.write(f"{now_us} {name} add\n{now_us} {name} open\n")
+            self._file.write(f"{now_us} {name} {request.op.value} {request.offset} {len(request.memory)}\n")
+
+    def close(self) -> None:
+        """End the trace. Idempotent; transfers that come later are not noted."""
+        with self._lock:
+            file, self._file = self._file, None
+            if file is None:
+                return
+            with file:
+                now_us = round((self._now_s() - self._start_s) * 1e6)
+                for name in self._names.values():
+                    file.write(f"{now_us} {name} close\n")
+
+
+class RecordingBackend:
+    """Passes everything on to `inner`, and notes what is submitted. Closes `inner`."""
+
+    def __init__(self, inner: Backend, log: IoLog) -> None:
+        self._inner = inner
+        self._log = log
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def progress(self) -> int:
+        return self._inner.progress
+
+    @property
+    def opens_direct(self) -> bool:
+        return self._inner.opens_direct
+
+    @property
+    def cost(self) -> IoCost:
+        return self._inner.cost
+
+    def submit(self, request: IoRequest) -> None:
+        self._log.add(request)
+        self._inner.submit(request)
+
+    def promote(self, key: str) -> None:
+        self._inner.promote(key)
+
+    def in_flight(self) -> list[IoRequest]:
+        return self._inner.in_flight()
+
+    def close(self) -> None:
+        self._inner.close()
