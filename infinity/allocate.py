@@ -230,8 +230,8 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         eio_retries=nvme.eio_retries,
         write_memory_nbytes=max(placement.pipeline_nbytes // len(paths), 1),
     )
-    wrap = log.wrap if log is not None else None
-    store = ShardStore.open(paths, placement.nvme_nbytes, options=options, wrap_backend=wrap)
+    open_store = ShardStore.open if log is None else partial(ShardStore.open, wrap_backend=log.wrap)
+    store = open_store(paths, placement.nvme_nbytes, options=options)
     stack.callback(store.close)
     for group in plan.groups:
         if group.index not in placement.pinned_params:
