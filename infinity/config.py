@@ -236,6 +236,7 @@ class Config(_Section):
     """All settings of a run. Sections take an instance or a mapping; sizes take bytes or text such as "20GiB".
 
     `optimizer` is the one whose state is planned for; an optimizer with less state may be built over it as well.
+    `micro_batches` is into how many slices every unit cuts the batch while it is gathered.
     `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
     repeated blocks and smaller than `resident_threshold` stay on the device. A rank waits for others at most
     `rank_timeout_s`. `unit_classes` names the modules whose
@@ -250,6 +251,7 @@ class Config(_Section):
     stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)] = 3
     schedule: Annotated[Schedule, BeforeValidator(_choice(Schedule))] = Schedule.AUTO
     optimizer: Annotated[OptimizerKind, BeforeValidator(_choice(OptimizerKind))] = OptimizerKind.ADAMW
+    micro_batches: Count = 1
     chunk: Nbytes | None = None
     resident_threshold: NbytesOrZero = MIB
     rank_timeout_s: Seconds = 600.0

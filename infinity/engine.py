@@ -77,7 +77,9 @@ class Engine:
         _move_buffers(runtime.model, runtime.device.torch_device)
         self._book = TrafficBook(runtime)
         self.plan = Plan(runtime)
-        runtime.hooks = hooks.install(runtime.model, runtime.units, self._iteration)
+        runtime.hooks = hooks.install(
+            runtime.model, runtime.units, self._iteration, micro_batches=runtime.config.micro_batches
+        )
         runtime.hooks.append(refuse_foreign_optimizers(self, self._updates.is_attached))
         _log.info("offloaded %d parameters\n%s", self.plan.parameters, self.plan.describe())
 

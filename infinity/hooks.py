@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import Unit
+from infinity.microbatches import MicroBatches, UnitSlices, sliced_units
 from infinity.runs import Run
 from infinity.torch_compat import node_sequence_nr
 
@@ -91,9 +92,10 @@ def _uncompiled(hook: _Hook) -> _Hook:
 class UnitHooks:
     """The hooks of one unit, bound to its events."""
 
-    def __init__(self, unit: Unit, events: UnitEvents) -> None:
+    def __init__(self, unit: Unit, events: UnitEvents, slices: UnitSlices | None = None) -> None:
         self._unit = unit
         self._events = events
+        self._slices = slices
         self._started: Run | None = None  # the forward under way
 
     def install(self) -> list[RemovableHandle]:
@@ -105,12 +107,13 @@ class UnitHooks:
             module.register_forward_hook(post, always_call=True),
         ]
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._started = None
         self._events.pre_forward(self._unit)
         if torch.is_grad_enabled():
             self._started = Run.start(self._unit)
             self._watch_inputs((args, kwargs), self._started)
+        return self._slices.begin(args, kwargs) if self._slices is not None else None
 
     def _watch_inputs(self, inputs: Any, run: Run) -> None:
         # Nodes of another kind of device are executed by another thread, in an order of their own.
@@ -120,13 +123,19 @@ class UnitHooks:
             if node is not None:
                 node.register_prehook(lambda _: self._events.behind_backward(run))
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         run, self._started = self._started or Run.of_unknown_start(self._unit), None
-        run.end()
-        self._events.post_forward(self._unit, output)
+        joined = None
+        try:
+            joined = self._slices.end(output) if self._slices is not None else None
+        finally:
+            run.end()
+            output = output if joined is None else joined
+            self._events.post_forward(self._unit, output)
         if output is not None and torch.is_grad_enabled():
             self._refuse_hidden(output)
             watch_outputs(output, self._events.before_backward(run), since=run.first)
+        return joined
 
     def _refuse_hidden(self, output: Any) -> None:
         """What cannot be seen cannot be watched, and its backward would run without the unit's parameters."""
@@ -222,12 +231,21 @@ def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
             state_dict[prefix + name] = value.clone()
 
 
-def install(model: nn.Module, units: Sequence[Unit], events: UnitEvents) -> list[RemovableHandle]:
-    """Install the hooks of every unit and of where forwards begin; the handles remove them."""
+def install(
+    model: nn.Module, units: Sequence[Unit], events: UnitEvents, *, micro_batches: int = 1
+) -> list[RemovableHandle]:
+    """Install the hooks of every unit and of where forwards begin; the handles remove them.
+
+    Args:
+        micro_batches: into how many slices every unit cuts the batch.
+    """
     handles = []
+    shared = MicroBatches(micro_batches)
+    chosen = sliced_units(units) if micro_batches > 1 else set()
+    slices = {unit.index: UnitSlices(unit, shared) for unit in units if unit.index in chosen}
     for unit in units:
         if not unit.resident:
-            handles += UnitHooks(unit, events).install()
+            handles += UnitHooks(unit, events, slices.get(unit.index)).install()
     owners = {id(module): module for unit in units for module in unit.module.modules()}
     for module in owners.values():
         if any(parameter is not None for parameter in module._parameters.values()):
@@ -236,4 +254,8 @@ def install(model: nn.Module, units: Sequence[Unit], events: UnitEvents) -> list
             )
     for module in _entries(model, units):  # after the units': an outermost forward begins before its unit is gathered
         handles += EntryHooks(module, events).install()
+    if micro_batches > 1:
+        handles += shared.install(model)
+    for mine in slices.values():
+        mine.hooked()
     return handles
