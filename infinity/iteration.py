@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.config import DeviceKind
+from infinity.conversions import CONVERSIONS, keep_or_refuse
 from infinity.errors import IterationError, NotGatheredError, UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
@@ -82,6 +83,8 @@ class Iteration:
             self._abandon()
         elif self._is_in_forward:  # see [Note: interrupted forwards]
             self._drop_forward()
+        for group in runtime.resident_groups:  # nothing gathers them, where the others are looked at
+            group.refuse_replaced()
         self._is_in_forward = True
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
         self._updates.warn_without_optimizer()
@@ -228,6 +231,8 @@ class Iteration:
             real_args, real_kwargs = tree_map(_real, (tuple(args), kwargs))
             return func(*real_args, **real_kwargs)
         if not self._occupancy.is_inside and not in_backward():
+            if func in CONVERSIONS:
+                return keep_or_refuse(func, used[0], args, kwargs)
             name = getattr(func, "__name__", str(func))
             raise NotGatheredError(
                 f"{name} on parameter {used[0].ref.name!r}, whose data is not here: it is offloaded and gathered only "

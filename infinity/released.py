@@ -73,6 +73,16 @@ class OffloadedParameter(nn.Parameter):
         if value is None or torch._C._current_graph_task_id() == -1:
             self.ref.access.set_gradient(self.ref, value)
 
+    @property
+    def data(self) -> torch.Tensor:
+        """The values without a graph."""
+        data: torch.Tensor = _DATA_GET(self)
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _keep_data(self, value)
+
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """As in torch. It would see the whole gradient; here earlier parts have left, and it is refused then.
 
@@ -129,6 +139,7 @@ _METADATA_METHODS = """
 
 def _metadata_functions() -> frozenset[Any]:
     getters = {getattr(_TENSOR, n).__get__ for n in _METADATA_PROPERTIES.split() if hasattr(_TENSOR, n)}
+    getters.add(torch._has_compatible_shallow_copy_type)  # `model.to` asks whether it may set `.data`
     return frozenset(getters | {getattr(_TENSOR, n) for n in _METADATA_METHODS.split() if hasattr(_TENSOR, n)})
 
 
@@ -136,6 +147,8 @@ _METADATA = _metadata_functions()
 # What `__torch_function__` is told when a property of a tensor is read or set is the bound method of its descriptor.
 _GRAD: Any = inspect.getattr_static(_TENSOR, "grad")
 _REQUIRES_GRAD: Any = inspect.getattr_static(_TENSOR, "requires_grad")
+_DATA: Any = inspect.getattr_static(_TENSOR, "data")
+_DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
 _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 _REQUIRES_GRAD_SET = _REQUIRES_GRAD.__set__
 _REGISTER = (_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook)
@@ -202,6 +215,8 @@ class ReleasedParameter(StandIn):
         if func in _REGISTER:  # hooks belong to the real parameter, which is one object for the whole run
             parameter = args[0].ref.group.parameters[args[0].ref.slot]
             return getattr(parameter, func.__name__)(*args[1:], **kwargs)
+        if func == _DATA_SET and isinstance(args[0], ReleasedParameter):
+            return _keep_data(args[0], args[1])
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _keep_requires_grad(func, args, kwargs)
         return _first(cls, args, kwargs).ref.access.use_released(func, args, kwargs)
@@ -231,10 +246,21 @@ def become(original: nn.Parameter, stand_in: ReleasedParameter) -> ReleasedParam
     return cast(ReleasedParameter, original)
 
 
+class GradientKeeper(Protocol):
+    """What a spilled gradient asks of whoever keeps it; enough for torch's own `clip_grad_norm_`."""
+
+    def norm_of_spilled(self, group: FlatGroup, slot: int) -> torch.Tensor:
+        """Its 2-norm."""
+
+    def scale_spilled(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> None:
+        """Multiply it by `factor` when the step uses it."""
+
+
 class SpilledGradient(StandIn):
-    """Stands for a gradient that waits in the swap file: metadata only, everything else refuses."""
+    """Stands for a gradient that waits in the swap file: metadata, 2-norm and scaling; everything else refuses."""
 
     parameter_name: str
+    kept: tuple[GradientKeeper, FlatGroup, int] | None
     why: ClassVar[str] = (
         "waits in the swap file because the gradients do not fit in the host budget. To clip, use "
         "infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to scale losses, use infinity.GradScaler; to read "
@@ -245,10 +271,19 @@ class SpilledGradient(StandIn):
     def __new__(cls, parameter_name: str, shape: Sequence[int], dtype: torch.dtype) -> SpilledGradient:
         self: SpilledGradient = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         self.parameter_name = parameter_name
+        self.kept = None
         return self
 
     @classmethod
-    def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NoReturn:
+    def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        gradient = args[0] if args else None
+        if isinstance(gradient, SpilledGradient) and gradient.kept is not None and not kwargs:
+            keeper, group, slot = gradient.kept
+            if func is torch.linalg.vector_norm and args[1:] in ((), (2,)):
+                return keeper.norm_of_spilled(group, slot)
+            if func is _TENSOR.mul_ and _is_scalar(args[1]):
+                keeper.scale_spilled(group, slot, torch.as_tensor(args[1]))
+                return gradient
         raise NotGatheredError(
             f"{getattr(func, '__name__', func)} on the gradient of {_first(cls, args, kwargs).parameter_name!r}, which "
             f"{cls.why}"
@@ -258,6 +293,10 @@ class SpilledGradient(StandIn):
         return f"{type(self).__name__}({self.parameter_name}, shape={tuple(self.shape)})"
 
 
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
 class ShardedGradient(SpilledGradient):
     """Stands for a gradient of which every rank has a part."""
 
@@ -265,6 +304,17 @@ class ShardedGradient(SpilledGradient):
         "is shared out among the ranks. To clip, use infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to read "
         "gradients, use stage=1"
     )
+
+
+def _keep_data(parameter: OffloadedParameter | ReleasedParameter, value: torch.Tensor) -> None:
+    """Setting the data of a parameter to itself, as `model.to` does where nothing changes, is all that is possible."""
+    if value is not parameter:
+        raise UnsupportedModelError(
+            f"the data of offloaded parameter {parameter.ref.name!r} cannot be replaced (by .data = ..., or by a "
+            "conversion such as model.to or model.half): it lies in a buffer of its unit. Choose device and precision "
+            "in infinity.Config; change values in place: `with infinity.gathered(module), torch.no_grad(): "
+            "parameter.copy_(...)`"
+        )
 
 
 def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -147,11 +147,7 @@ class Updates:
         norm = total_norm(self._norms(chosen))
         coefficient = clip_coefficient(norm, max_norm)
         for group, slot in chosen:
-            if self._scales.get((group.index, slot), 1.0) != 1.0:
-                raise ConfigError(
-                    f"the gradient of {group.layout.slots[slot].name!r} is clipped twice in one step; clip every "
-                    "parameter once, with max_grad_norm or with clip_grad_norm_"
-                )
+            self._refuse_scaled(group, slot)
             self._scales[group.index, slot] = coefficient
         self.last_grad_norm = norm
         return norm
@@ -224,9 +220,30 @@ class Updates:
             )
         gradient = self._runtime.sink.view(group, slot)
         scale = self._scales.get((group.index, slot))
-        if gradient is not None and scale is not None and not isinstance(gradient, SpilledGradient):
+        if type(gradient) is SpilledGradient:
+            gradient.kept = (self, group, slot)
+        elif gradient is not None and scale is not None and not isinstance(gradient, SpilledGradient):
             gradient.mul_(self._scales.pop((group.index, slot)))  # whoever looks sees what was clipped
         return gradient
+
+    def norm_of_spilled(self, group: FlatGroup, slot: int) -> torch.Tensor:
+        """The 2-norm of a gradient in the swap file.
+
+        Raises:
+            ConfigError: it has been scaled already; the norm of what it will be is not known to the last bit.
+        """
+        self._refuse_scaled(group, slot)
+        self._runtime.sink.wants_norms = True  # measured from now on while they are in memory
+        return self._runtime.sink.norms([(group, slot)])[0].clone()
+
+    def scale_spilled(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> None:
+        """Multiply a gradient in the swap file by `factor` (0-dim), when the step reads it.
+
+        Raises:
+            ConfigError: it has been scaled already.
+        """
+        self._refuse_scaled(group, slot)
+        self._scales[group.index, slot] = factor.detach().clone()
 
     def set_gradient(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
         """Make `value` the gradient that waits for `step()`.
@@ -379,6 +396,13 @@ class Updates:
             f"step {self._runtime.step} was lost half-way ({type(error).__name__}: {error}); some parameters are "
             "updated and others are not. Close this engine and start again from the last saved state"
         )
+
+    def _refuse_scaled(self, group: FlatGroup, slot: int) -> None:
+        if self._scales.get((group.index, slot), 1.0) != 1.0:
+            raise ConfigError(
+                f"the gradient of {group.layout.slots[slot].name!r} is clipped twice in one step; clip every "
+                "parameter once, with max_grad_norm or with clip_grad_norm_"
+            )
 
     def _refuse_clipping(self, what: str) -> None:
         if self.is_overlapped:

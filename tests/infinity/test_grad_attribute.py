@@ -77,12 +77,40 @@ def test_torchs_own_clipping_works_on_gradients_in_host_memory(tmp_path: Path, m
             assert torch.equal(loss_of(model, batch(9)), loss_of(plain, batch(9)))
 
 
-def test_a_spilled_gradient_refuses_instead_of_being_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_norm", [0.05, 1e6])
+def test_torchs_own_clipping_works_on_spilled_gradients(tmp_path: Path, max_norm: float) -> None:
+    """What loops that are not ours call, as transformers.Trainer and Accelerate do: exact, without the gradients."""
+    model, engine, optimizer = _offload(tmp_path, host=_TIGHT)
+    plain, reference = _plain()
+    with engine:
+        assert engine.plan.placement.spilled_gradients
+        for step in range(3):
+            norms = []
+            for net, steps in ((model, optimizer), (plain, reference)):
+                for micro in range(2):
+                    loss_of(net, batch(2 * step + micro)).backward()
+                norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm))
+                steps.step()
+                steps.zero_grad()
+            assert torch.equal(*norms)
+        with torch.no_grad():
+            assert torch.equal(loss_of(model, batch(9)), loss_of(plain, batch(9)))
+
+
+def test_a_spilled_gradient_refuses_what_cannot_be_exact(tmp_path: Path) -> None:
     model, engine, optimizer = _offload(tmp_path, host=_TIGHT)
     with engine:
         assert engine.plan.placement.spilled_gradients
         loss_of(model, batch(0)).backward()
         with pytest.raises(infinity.NotGatheredError, match=r"waits in the swap file.*clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=1.0)
+        spilled = [p.grad for p in model.parameters() if type(p.grad).__name__ == "SpilledGradient"]
+        with pytest.raises(infinity.NotGatheredError, match=r"waits in the swap file"):
+            spilled[0].sum()
+        spilled[0].mul_(0.5)
+        with pytest.raises(infinity.ConfigError, match="clipped twice"):
+            spilled[0].mul_(0.5)
+        with pytest.raises(infinity.ConfigError, match="clipped twice"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         model.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -290,8 +290,6 @@ OUTSIDE: dict[str, Callable[[nn.Module], object]] = {
     "tolist": lambda m: m.get_parameter("head.weight").tolist(),
     "numpy": lambda m: m.get_parameter("head.weight").detach().numpy(),
     "item": lambda m: m.get_parameter("head.weight")[0, 0].item(),
-    "to": lambda m: m.to(torch.float64),
-    "half": lambda m: m.half(),
     "deepcopy of a parameter": lambda m: copy.deepcopy(m.get_parameter("head.weight")),
     "print": lambda m: m.get_parameter("head.weight") + 0,
     "data": lambda m: m.get_parameter("head.weight").data.sum(),
@@ -308,6 +306,52 @@ def test_refused_outside_a_forward(offload: MakeEngine, operation: str) -> None:
     train(model, optimizer, 0)
     with pytest.raises(infinity.NotGatheredError):
         OUTSIDE[operation](model)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "dtype": lambda m: m.to(torch.float64),
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "double": lambda m: m.double(),
+    "device": lambda m: m.to("meta"),
+    "cuda": lambda m: m.cuda(),
+    "both": lambda m: m.to(device="cpu", dtype=torch.bfloat16),
+    "data": lambda m: setattr(m.get_parameter("embed.weight"), "data", torch.zeros(29, 37)),
+}
+
+
+@pytest.mark.parametrize("threshold", ["1KiB", "1MiB"])  # all but a few parameters are released, or none is
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_conversions_are_refused(offload: MakeEngine, conversion: str, threshold: str) -> None:
+    model = build(Net)
+    offload(model, resident_threshold=threshold, host={"budget": "4MiB"})
+    expected = loss_of(model, batch(0)).item()
+    if conversion == "cuda" and not torch.cuda.is_available():
+        with pytest.raises((infinity.UnsupportedModelError, AssertionError, RuntimeError)):
+            model.cuda()
+    elif conversion == "device" and threshold == "1MiB":
+        with pytest.raises(infinity.UnsupportedModelError, match="cannot become meta"):
+            model.to("meta")  # torch has made a new parameter of a resident one by then, which the next forward finds
+        with pytest.raises(infinity.UnsupportedModelError, match=r"in the place of offloaded parameter"):
+            model(batch(0))
+        return
+    else:
+        with pytest.raises(infinity.UnsupportedModelError, match=r"offloaded.*infinity\.Config"):
+            CONVERSIONS[conversion](model)
+    assert loss_of(model, batch(0)).item() == expected
+
+
+@pytest.mark.parametrize("threshold", ["1KiB", "1MiB"])
+def test_conversions_that_change_nothing_do_nothing(offload: MakeEngine, threshold: str) -> None:
+    model = build(Net)
+    offload(model, resident_threshold=threshold, schedule="synchronous", host={"budget": "4MiB"})
+    loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    before = list(model.parameters())
+    assert model.to("cpu").to(torch.float32).float().cpu().to(device=torch.device("cpu")) is model
+    assert all(old is new for old, new in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True) if p.grad is not None)
+    assert loss_of(model, batch(1)).item() == loss_of(build(Net), batch(1)).item()
 
 
 def test_state_dict_and_deepcopy_are_refused(offload: MakeEngine) -> None:
