@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         IterationError,
         NotGatheredError,
         PlacementError,
+        RankError,
         UnsupportedModelError,
     )
     from infinity.init import empty_init
@@ -56,6 +57,7 @@ __all__ = [
     "NvmeConfig",
     "PlacementError",
     "Precision",
+    "RankError",
     "Schedule",
     "UnsupportedModelError",
     "clip_grad_norm_",

@@ -75,8 +75,11 @@ def assemble(model: nn.Module, config: Config, access: Access, ranks: Ranks | No
 def _refuse_with_ranks(config: Config, ranks: Ranks | None) -> None:
     if ranks is None:
         return
-    if config.stage != 3:
-        raise ConfigError(f"stage = {config.stage}: with several ranks this version shards everything; use stage=3")
+    if config.stage != 3 and config.schedule is Schedule.DEFERRED:
+        raise ConfigError(
+            f"stage={config.stage} trades the updated parameters between the ranks in step(), so schedule='deferred' "
+            "has nothing to defer; use stage=3, or 'synchronous' or 'auto'"
+        )
     if config.schedule is Schedule.OVERLAPPED:
         raise ConfigError(
             "schedule='overlapped' updates parameters during backward, before the ranks have agreed which of them have "

@@ -20,7 +20,7 @@ import atexit
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 
@@ -115,6 +115,24 @@ class Collectives:
     def lend(self, own: torch.Tensor, wanting: Collection[int]) -> None:
         """Send this rank's span to the members of its row that gather, without gathering (not with NCCL)."""
         self._swap([(peer, own) for peer in self._others(self.ranks.row) if peer in wanting], [])
+
+    def trade(
+        self, own: torch.Tensor, targets: Iterator[tuple[int, torch.Tensor]]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Send a CPU tensor to the other ranks of the row and receive theirs, one by one.
+
+        Args:
+            targets: shards, and where theirs goes; each is asked for when the one before has been dealt with.
+
+        Yields:
+            What `targets` gave, filled.
+        """
+        row = self.ranks.row
+        sending = self._start_sends([(peer, own) for peer in self._others(row)])
+        for shard, target in targets:
+            self._receive(row[shard], target)
+            yield shard, target
+        self._run(lambda: sending)
 
     def scatter(self, mine: torch.Tensor, make: Callable[[int], torch.Tensor] | None) -> None:
         """Fill `mine`, a CPU tensor, with what member 0 makes for this one.
@@ -297,10 +315,11 @@ class Collectives:
         while (left := self._who_left()) is None and time.monotonic() < until_s:
             time.sleep(0.05)
         if left is None:
+            said = (str(error).splitlines() or [repr(error)])[0]
             left = (
                 f"a transfer between ranks {list(self.ranks.members)} failed on rank {self.ranks.global_rank}: a rank "
                 f"has died without a word or was not there within {self._timeout_s:g} s (rank_timeout_s); see the "
-                f"other ranks' output. First line of what the transfer said: {str(error).splitlines()[0]}"
+                f"other ranks' output. First line of what the transfer said: {said}"
             )
         return RankError(left)
 

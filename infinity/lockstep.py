@@ -62,7 +62,7 @@ class Lockstep:
 
     def __init__(self, collectives: Collectives, stalls: StallClock) -> None:
         self.collectives = collectives
-        self._stalls = stalls
+        self.stalls = stalls
         self._groups: Sequence[FlatGroup] = ()
         self._lend: Lend | None = None
         self._join: Join | None = None
@@ -131,7 +131,7 @@ class Lockstep:
 
     def exchange(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather equal 1-D CPU tensors of all ranks after they have met; row m is member m's."""
-        with self._stalls.charged(StallCause.RANKS):
+        with self.stalls.charged(StallCause.RANKS):
             return self.collectives.exchange(mine)
 
     def _round(self, want: Want, index: int, flat: torch.Tensor | None = None, *values: int) -> list[list[int]]:
@@ -153,14 +153,14 @@ class Lockstep:
         if kind is Want.REDUCE:
             self._join(group, askers, flat)
         elif ranks.member in askers:
-            with self._stalls.charged(StallCause.RANKS):
+            with self.stalls.charged(StallCause.RANKS):
                 self.collectives.gather(group.flat.data, group.span_of, askers)
         elif not askers.isdisjoint(ranks.row):
             self._lend(group, askers)
 
     def gather_now(self, flat: torch.Tensor, span_of: Callable[[int], FlatSpan]) -> None:
         """Fill `flat` from the whole row, in a round in which all of it takes part."""
-        with self._stalls.charged(StallCause.RANKS):
+        with self.stalls.charged(StallCause.RANKS):
             self.collectives.gather(flat, span_of, self.collectives.ranks.row)
 
     def _describe(self, asked: Sequence[Sequence[int]]) -> str:

@@ -255,6 +255,19 @@ class ReadAhead:
         """Submit no more reads: the engine is closing or its iteration was reset."""
         self._stopped = True
 
+    async def settle_update(self, copy: HostCopy) -> None:
+        """An update has been written; a copy that is there becomes UPDATING again, for other ranks' parts of it."""
+        while copy.state in (CopyState.UPDATING, CopyState.WRITING):
+            await self.wait_change()
+        copy.raise_lost_update()
+        if copy.state is CopyState.CLEAN:
+            copy.begin_update(copy.update)
+
+    def exchanged(self, copy: HostCopy) -> None:
+        """The other ranks' parts are there and written (a message)."""
+        copy.updated(Ticket.completed(copy.group.key))
+        self.updated(copy)
+
     def updated(self, copy: HostCopy) -> None:
         """An update is over. If its bytes are in the swap file, keep the copy or give its memory back."""
         if copy.state is CopyState.WRITING:

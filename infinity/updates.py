@@ -19,6 +19,7 @@ import torch
 
 from infinity.config import OptimizerKind, Schedule
 from infinity.errors import ConfigError, IterationError
+from infinity.exchange import ParameterExchange
 from infinity.groups import FlatGroup
 from infinity.lockstep import Want
 from infinity.observe.stalls import StallCause
@@ -61,6 +62,9 @@ class Updates:
         self._submitted: dict[int, Sequence[Hyper | None]] = {}
         self._scales: dict[tuple[int, int], torch.Tensor] = {}  # clip coefficients by group and slot
         self.scaling = Scaling(runtime.sink)
+        self._exchange = None
+        if runtime.lockstep is not None and runtime.config.stage < 3:
+            self._exchange = ParameterExchange(runtime, runtime.lockstep)
         self._torn: str | None = None
         self._has_warned = False
         self.last_grad_norm: torch.Tensor | None = None
@@ -196,7 +200,11 @@ class Updates:
         runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
         try:
             self._wait_computed([update for update in runtime.in_flight if update not in later])
+            if self._exchange is not None:
+                self._exchange.run()
         except BaseException as error:
+            if self._exchange is not None:
+                self._exchange.abandon(error)
             self._tear(error)
             raise
         for group in runtime.gatherer.gathered():  # resident, or held by a `gathered()` block around the step
@@ -507,7 +515,7 @@ class Updates:
                 computed=Ticket(f"update of {group.key}"),
                 written=Ticket(f"write-back of {group.key}"),
             )
-            update.copy.update = update.computed
+            update.copy.update = self._exchange.expect(update) if self._exchange is not None else update.computed
             self._submitted[group.index] = hypers
             updates.append(update)
         runtime.in_flight.extend(updates)

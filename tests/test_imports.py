@@ -16,8 +16,8 @@ PACKAGES = ("infinity", "storage")
 PURE = ("layout", "units", "order", "placement", "readahead")
 PUBLIC = """
     Adam AdamW CheckpointError Config ConfigError DeviceConfig DeviceKind DeviceOutOfMemoryError Engine GradScaler
-    HostConfig InfinityError IterationError Lion NotGatheredError NvmeConfig PlacementError Precision SGD Schedule
-    UnsupportedModelError clip_grad_norm_ empty_init gathered offload
+    HostConfig InfinityError IterationError Lion NotGatheredError NvmeConfig PlacementError Precision RankError SGD
+    Schedule UnsupportedModelError clip_grad_norm_ empty_init gathered offload
 """
 
 

@@ -84,10 +84,15 @@ def expected_step_traffic(
             # forward that uses the same read; others find what was kept.
             update = int(group.trainable and not at_boundary and (synchronous or (overlapped and uses > 1)))
             reads, writes = forward + backward + update, int(group.trainable)
-            traffic.param.add(group, group.param_span, size, reads=reads, writes=writes)
+            if group.param_span == group.state_span:
+                traffic.param.add(group, group.param_span, size, reads=reads, writes=writes)
+            else:  # updates and trades its own span, and is given the others
+                traffic.param.add(group, group.param_span, size, reads=forward + backward, writes=writes)
+                traffic.param.add(group, group.state_span, size, reads=2 * update)
         if group.trainable and group.index not in placement.pinned_states:
             traffic.state.add(group, group.state_span, state_size, reads=int(not is_first), writes=1)
         if group.index in placement.spilled_gradients:
             size = GRAD_DTYPE.itemsize
-            traffic.grad.add(group, group.grad_span, size, reads=micro_batches, writes=micro_batches)
+            traffic.grad.add(group, group.grad_span, size, reads=micro_batches - 1, writes=micro_batches)
+            traffic.grad.add(group, group.state_span, size, reads=1)  # of the update
     return traffic

@@ -82,6 +82,8 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         forms = [engine.plan.expected_traffic(step, case.accumulate) for step in range(STEPS)]
         outcome.expected = [(form.read_nbytes, form.write_nbytes) for form in forms]
         outcome.metrics = engine.metrics()
+        outcome.metrics["numel"] = sum(group.layout.numel for group in engine._runtime.groups)
+        outcome.metrics["pinned"] = engine.plan.placement.state_pinned_nbytes
         outcome.parameters = gathered_parameters(model)
     return outcome
 

@@ -1,0 +1,146 @@
+"""Stages 1 and 2: after an update every rank gets the other ranks' spans of the parameters.
+
+In these stages a rank holds all parameters but updates its own span only. Before the step ends the new spans are traded
+chunk by chunk over host memory, into the host copy where there is one and into the swap file. Until then the group
+counts as being updated, so nothing reads the mixture. The chunk buffers take the place of the update pipeline's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from infinity.groups import FlatGroup
+from infinity.layout import Chunk, FlatSpan
+from infinity.lockstep import Lockstep
+from infinity.observe.stalls import StallCause
+from infinity.optim.pipeline import GroupUpdate
+from infinity.residency import CopyState, HostCopy
+from infinity.runtime import Runtime
+from storage.types import Priority, Ticket, TrafficTag
+
+
+class ParameterExchange:
+    """Trades updated spans. Used by the training thread, after all ranks have met for a step."""
+
+    def __init__(self, runtime: Runtime, lockstep: Lockstep) -> None:
+        self._runtime = runtime
+        self._lockstep = lockstep
+        self._expected: list[tuple[GroupUpdate, Ticket]] = []
+
+    def expect(self, update: GroupUpdate) -> Ticket:
+        """What completes when the update's span has been traded; until then the group counts as being updated."""
+        ticket = Ticket(f"exchange of {update.state.group.key}")
+        self._expected.append((update, ticket))
+        return ticket
+
+    def run(self) -> None:
+        """Trade the spans of all updates that are expected, in their order, which is the same on all ranks.
+
+        Raises:
+            RankError, StorageError: some groups hold a mixture of two steps.
+        """
+        for update, ticket in self._expected:
+            self._trade(update)
+            ticket.set_done()
+        self._expected.clear()
+        self._runtime.io.post(self._runtime.read_ahead.advance)
+
+    def abandon(self, error: BaseException) -> None:
+        """The step is lost: nobody waits for what has not been traded."""
+        for _, ticket in self._expected:
+            if not ticket.done:
+                ticket.set_exception(error)
+        self._expected.clear()
+
+    def _trade(self, update: GroupUpdate) -> None:
+        runtime, group, copy = self._runtime, update.state.group, update.copy
+        runtime.stalls.wait(update.written, StallCause.NVME_WRITE)
+        settled = runtime.io.submit(runtime.read_ahead.settle_update(copy), f"update of {group.key}")
+        runtime.stalls.wait(settled, StallCause.OPTIMIZER)
+        is_here = copy.state is CopyState.UPDATING
+        writes: list[Ticket] = []
+        for chunk in group.layout.cut(runtime.placement.chunk_numel, group.state_span):
+            self._trade_chunk(group, chunk, copy if is_here else None, update.step, writes)
+        for ticket in writes:
+            runtime.stalls.wait(ticket, StallCause.NVME_WRITE)
+        if is_here:
+            runtime.io.post(runtime.read_ahead.exchanged, copy)
+
+    def _trade_chunk(
+        self, group: FlatGroup, chunk: Chunk, copy: HostCopy | None, step: int, writes: list[Ticket]
+    ) -> None:
+        with self._own(group, chunk, copy, step) as own, self._lockstep.stalls.charged(StallCause.RANKS):
+            for shard, target in self._lockstep.collectives.trade(own, self._targets(group, chunk, copy)):
+                theirs = _shifted(group, chunk, shard)
+                if copy is None or not copy.pinned:
+                    writes.append(self._write(group, theirs, target, step))
+                if copy is None:
+                    self._runtime.stalls.wait(writes.pop(), StallCause.NVME_WRITE)  # the buffer is used again
+
+    @contextmanager
+    def _own(self, group: FlatGroup, chunk: Chunk, copy: HostCopy | None, step: int) -> Iterator[torch.Tensor]:
+        """This rank's part: where it is in host memory, or read into a buffer."""
+        if copy is not None:
+            yield copy.tensor[group.in_shard(chunk)]
+            return
+        runtime, size = self._runtime, group.shard_dtype.itemsize
+        with self._buffer(group, chunk.numel) as own:
+            if runtime.store is not None:
+                read = runtime.store.submit_read(
+                    group.key,
+                    _bytes(own),
+                    offset=chunk.start * size,
+                    priority=Priority.DEMAND,
+                    tag=TrafficTag("param", step),
+                    payload_nbytes=chunk.payload_numel * size,
+                )
+                runtime.stalls.wait(read, StallCause.NVME_READ)
+            yield own
+
+    @contextmanager
+    def _buffer(self, group: FlatGroup, numel: int) -> Iterator[torch.Tensor]:
+        runtime, nbytes = self._runtime, numel * group.shard_dtype.itemsize
+        owner = f"exchange of {group.key}"
+        with runtime.budgets["pipeline"].request(nbytes, owner) as reservation:
+            runtime.stalls.wait(reservation, StallCause.NVME_WRITE)
+            with runtime.pool.lease(nbytes, owner) as lease:
+                yield torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=numel)
+
+    def _targets(self, group: FlatGroup, chunk: Chunk, copy: HostCopy | None) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where the parts of the other ranks of the row go, one after another."""
+        ranks = self._lockstep.collectives.ranks
+        others = [shard for shard in range(ranks.shards) if shard != ranks.shard]
+        if copy is not None:
+            for shard in others:
+                span = _shifted(group, chunk, shard)
+                yield shard, copy.tensor[span.start : span.stop]
+            return
+        with self._buffer(group, chunk.numel) as theirs:
+            for shard in others:
+                yield shard, theirs
+
+    def _write(self, group: FlatGroup, span: FlatSpan, values: torch.Tensor, step: int) -> Ticket:
+        store, size = self._runtime.store, group.shard_dtype.itemsize
+        if store is None:
+            return Ticket.completed(group.key)
+        return store.submit_write(
+            group.key,
+            _bytes(values),
+            offset=span.start * size,
+            tag=TrafficTag("param", step),
+            payload_nbytes=group.layout.payload_in(span) * size,
+        )
+
+
+def _shifted(group: FlatGroup, chunk: Chunk, shard: int) -> FlatSpan:
+    """The elements that lie in a shard's span where the chunk lies in this rank's."""
+    shift = group.span_of(shard).start - group.state_span.start
+    return FlatSpan(chunk.start + shift, chunk.stop + shift)
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; it belongs to a lease, never to a buffer that autograd sees."""
+    return memoryview(values.view(torch.uint8).numpy().data)

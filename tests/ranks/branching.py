@@ -1,0 +1,134 @@
+"""Ranks that do not all do the same: other experts, other numbers of forwards, mistakes, failures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import infinity
+from tests.parity.loops import gathered_parameters
+from tests.ranks.jobs import rank_and_size
+from tests.ranks.training import make_config
+from tests.zoo import Block, Net, batch, build, loss_of
+
+STEPS = 3
+
+
+class Experts(nn.Module):
+    """A net whose middle is chosen anew in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 37)
+        self.experts = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(37, 29)
+
+    def forward(self, ids: Tensor, route: tuple[int, ...]) -> Tensor:
+        x = self.embed(ids)
+        for number in route:
+            x = self.experts[number](x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def route_of(rank: int, step: int) -> tuple[int, ...]:
+    """Other experts, in another order, and not as many on every rank; nobody ever takes the last one."""
+    return [((0, 1, 2), (2,)), ((1, 0), (0, 1)), ((), (1, 2, 0))][step][rank]
+
+
+def loss_on(model: nn.Module, rank: int, step: int) -> Tensor:
+    ids = batch(10 * step + rank)
+    return nn.functional.cross_entropy(model(ids, route_of(rank, step)).flatten(0, 1), ids.flatten())
+
+
+def train_experts_plain() -> dict[str, Tensor]:
+    model = build(Experts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(STEPS):
+        (sum(loss_on(model, rank, step) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train_experts(folder: Path) -> tuple[dict[str, Tensor], int]:
+    """Every rank takes its own route; the first one evaluates, and looks at parameters, on its own."""
+    rank, _ = rank_and_size()
+    model = build(Experts)
+    with infinity.offload(model, make_config(folder / "swap", {"host": {"budget": "400KiB"}})) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+        for step in range(STEPS):
+            loss_on(model, rank, step).backward()  # type: ignore[no-untyped-call]
+            if rank == 0:
+                with torch.no_grad():
+                    model(batch(99), (3, 3))
+                with infinity.gathered(model.experts[3]):
+                    assert model.experts[3].up.weight.isfinite().all()
+            optimizer.step()
+            optimizer.zero_grad()
+        lockstep = engine._runtime.lockstep
+        assert lockstep is not None
+        return gathered_parameters(model), lockstep.served
+
+
+def _said(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except infinity.InfinityError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def make_mistakes(folder: Path) -> dict[str, str]:
+    """What a rank is told that does something else than the others, or asks for what ranks cannot do."""
+    rank, _ = rank_and_size()
+    said = {
+        "another model": _said(
+            lambda: infinity.offload(Net(blocks=2, hidden=53 + rank), make_config(folder / "a", {}))
+        ),
+        "overlapped": _said(lambda: infinity.offload(Net(), make_config(folder / "a", {"schedule": "overlapped"}))),
+    }
+    model = build(Net)
+    with infinity.offload(model, make_config(folder / "b", {})) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, batch(rank)).backward()  # type: ignore[no-untyped-call]
+        gradient = model.head.weight.grad
+        said["gradient"] = _said(lambda: gradient + 1)
+        said["save"] = _said(lambda: engine.save(folder / "checkpoint"))
+        said["state_dict"] = _said(optimizer.state_dict)
+        clip = [lambda: infinity.clip_grad_norm_(model.parameters(), 1.0), optimizer.step]
+        said["clip"] = _said(clip[rank])
+        optimizer.zero_grad()
+        loss_of(model, batch(rank)).backward()  # type: ignore[no-untyped-call]
+        if rank == 1:
+            optimizer.zero_grad()
+        said["zero_grad"] = _said(optimizer.step)
+    with infinity.offload(build(Net), make_config(folder / "c", {})) as engine:  # goes on as if nothing had been
+        said["again"] = str(engine.plan.parameters)
+    return said
+
+
+def fail(folder: Path, where: str) -> None:
+    """The second rank fails while the first one needs it; nobody catches anything."""
+    rank, _ = rank_and_size()
+    model = build(Net)
+    infinity.offload(model, make_config(folder / "swap", {}))
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    if rank == 1:
+        if where == "forward":
+            model.blocks[2].register_forward_hook(_explode)  # type: ignore[union-attr]
+        elif where == "killed":
+            os._exit(9)
+        else:
+            raise ValueError("the data loader is empty")
+    loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _explode(*_: object) -> None:
+    raise ValueError("a module of rank 1 exploded")

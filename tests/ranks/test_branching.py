@@ -1,0 +1,63 @@
+"""Ranks that differ neither hang nor diverge; a rank that fails takes the others down with its own error.
+
+PEER_DEEPSPEED section 4, 20 (ranks activate different experts: collective hang) and 23 (a group of one rank is silently
+unsharded).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks.branching import fail, make_mistakes, train_experts, train_experts_plain
+from tests.ranks.spawn import run_ranks, values
+from tests.ranks.training import assert_same_bits
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]  # every process imports torch
+
+
+def test_ranks_take_different_branches(tmp_path: Path) -> None:
+    plain = train_experts_plain()
+    (ours, served), (others, served_by_other) = values(run_ranks(train_experts, 2, tmp_path))
+    assert_same_bits(ours, others)
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-6, msg=name)
+    assert served > 0
+    assert served_by_other > 0
+    idle = [name for name in plain if name.startswith("experts.3")]
+    assert idle
+    for name in idle:  # no gradient anywhere: no update, and no weight decay either
+        assert torch.equal(ours[name], plain[name])
+
+
+def test_what_ranks_must_do_together_is_checked(tmp_path: Path) -> None:
+    for said in values(run_ranks(make_mistakes, 2, tmp_path)):
+        assert "RankError: the ranks hold different models" in said["another model"]
+        assert "blocks.0.up.weight: (53, 37)" in said["another model"]
+        assert "blocks.0.up.weight: (54, 37)" in said["another model"]
+        assert "'synchronous' or 'auto'" in said["overlapped"]
+        assert "shared out among the ranks" in said["gradient"]
+        assert "engine.save() works with one rank" in said["save"]
+        assert "optimizer.state_dict() works with one rank" in said["state_dict"]
+        assert "rank 0 clips its gradients, rank 1 is in optimizer.step()" in said["clip"]
+        assert "the gradients thrown away, differ between the ranks" in said["zero_grad"]
+        assert int(said["again"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("forward", "rank 1 failed with ValueError: a module of rank 1 exploded"),
+        ("outside", "rank 1 failed with ValueError: the data loader is empty"),
+        ("killed", "a rank has died without a word"),
+    ],
+)
+def test_a_failing_rank_takes_the_others_down_with_its_error(tmp_path: Path, where: str, told: str) -> None:
+    first, second = run_ranks(fail, 2, tmp_path, where, check=False)
+    assert first.code != 0
+    assert second.code != 0
+    assert "RankError" in first.output
+    assert told in first.output
+    assert not list(tmp_path.rglob("rank0/*.swap"))
