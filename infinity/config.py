@@ -64,6 +64,7 @@ class IoEngine(StrEnum):
     AUTO = "auto"  # direct where the directory can do it
     DIRECT = "direct"
     BUFFERED = "buffered"
+    GDS = "gds"  # tried, and refused with the reason
 
 
 class IoChecksum(StrEnum):

@@ -13,10 +13,10 @@ from pathlib import Path
 from infinity.doctor.check import Check, Status
 from infinity.optim.kernel_threads import usable_cores
 from infinity.swap_directories import default_directory
+from storage.backends.gds import probe_gds
 from storage.filesystems import find_file_system
 
 _TELLS_ALIGNMENT = (6, 1)  # statx with STATX_DIOALIGN
-_NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 
 
 def check_system() -> Check:
@@ -86,20 +86,13 @@ def check_cuda() -> Check:
 
 
 def check_gds() -> Check:
-    """What GPUDirect Storage needs: torch's bindings, the library, the kernel module, a GPU."""
-    import torch
-
-    parts = {
-        "torch.cuda.gds": hasattr(torch.cuda, "gds") and hasattr(torch._C, "_gds_register_buffer"),
-        "libcufile": ctypes.util.find_library("cufile") is not None,
-        "nvidia-fs": _NVIDIA_FS.exists(),
-        "a GPU": torch.cuda.is_available(),
-    }
-    missing = [name for name, is_there in parts.items() if not is_there]
-    if missing:
-        found = f"not available, missing: {', '.join(missing)}; nothing needs it"
-        return Check("GPUDirect Storage", Status.NOTE, found, data=parts)
-    return Check("GPUDirect Storage", Status.OK, "everything it needs is there", data=parts)
+    """GPUDirect Storage: what is missing for it. Nothing depends on it, see `storage.backends.gds`."""
+    problem = probe_gds(None)
+    has_library = ctypes.util.find_library("cufile") is not None
+    data = {"problem": problem, "libcufile": has_library}
+    if problem is not None:
+        return Check("GPUDirect Storage", Status.NOTE, f"not available: {problem}; nothing needs it", data=data)
+    return Check("GPUDirect Storage", Status.NOTE, "available, and not used: shards pass host memory", data=data)
 
 
 def check_numba_cache() -> Check:

@@ -14,6 +14,7 @@ from storage.align import PAGE_NBYTES
 from storage.backends.base import Backend
 from storage.backends.buffered import BufferedBackend
 from storage.backends.direct import DirectBackend
+from storage.backends.gds import gds_refusal
 from storage.errors import StorageError
 from storage.filesystems import FileSystem, find_file_system, stop_copying
 from storage.statx import direct_alignment
@@ -29,6 +30,7 @@ class Engine(StrEnum):
     AUTO = "auto"
     DIRECT = "direct"
     BUFFERED = "buffered"
+    GDS = "gds"  # tried, and refused with the reason: see `storage.backends.gds`
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,10 @@ def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
     """DIRECT or BUFFERED for the files of a folder of ours, and why. What its file system means is logged, once.
 
     Raises:
-        StorageError: `wanted` insists on "direct" and the folder cannot do it.
+        StorageError: `wanted` insists on "direct" and the folder cannot do it, or on "gds".
     """
+    if wanted == Engine.GDS:
+        raise gds_refusal(folder)
     capabilities = probe_folder(folder)
     if note := capabilities.file_system.note:
         _log.warning("%s: %s", folder, note)
