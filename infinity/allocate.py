@@ -11,7 +11,7 @@ from functools import partial
 from torch import nn
 
 from infinity.collectives import Collectives
-from infinity.config import Config, Precision, Schedule
+from infinity.config import Calibrate, Config, Precision, Schedule
 from infinity.devices.base import Device
 from infinity.errors import ConfigError
 from infinity.gather import Gatherer
@@ -36,6 +36,7 @@ from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
 from storage.backends.recording import IoLog
 from storage.budget import TierBudget
+from storage.calibration_cache import speeds_of
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
 
@@ -230,8 +231,9 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         eio_retries=nvme.eio_retries,
         write_memory_nbytes=max(placement.pipeline_nbytes // len(paths), 1),
     )
+    speeds = speeds_of(paths) if len(paths) > 1 and nvme.calibrate is not Calibrate.OFF else None
     open_store = ShardStore.open if log is None else partial(ShardStore.open, wrap_backend=log.wrap)
-    store = open_store(paths, placement.nvme_nbytes, options=options)
+    store = open_store(paths, placement.nvme_nbytes, options=options, speeds=speeds)
     stack.callback(store.close)
     for group in plan.groups:
         if group.index not in placement.pinned_params:

@@ -33,6 +33,7 @@ from infinity.ranks import Ranks, discover
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
 from infinity.updates import OptimizerView, Updates
+from storage.space import DriveReport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -217,6 +218,12 @@ class Engine:
         """How swap files are read and written, with the reason; "none" when nothing lies on NVMe."""
         store = self._runtime.store
         return store.engine_name if store is not None else "none"
+
+    @property
+    def drives(self) -> list[DriveReport]:
+        """What each drive with swap files has done and holds, and whether it takes new bytes; none without any."""
+        store = self._runtime.store
+        return store.drive_report() if store is not None else []
 
     def report(self) -> str:
         """Where every shard is and what is in flight."""

@@ -38,6 +38,7 @@ class StorageOptions:
         eio_retries: how often a block is tried again after EIO.
         write_memory_nbytes: memory that writes to a drive may hold, if that is known: while they hold little of it,
             they yield to reads; when somebody will soon wait for it, they go at full share.
+        files_nbytes: keys move to faster drives only while the files together stay within this; None: no limit.
 
     Raises:
         ValueError: a value is not allowed; says which.
@@ -51,6 +52,7 @@ class StorageOptions:
     checksum: str = "xxh3"
     eio_retries: int = 2
     write_memory_nbytes: int | None = None
+    files_nbytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in list(Engine):

@@ -54,6 +54,7 @@ class Space:
 
     Args:
         speeds: of the drives, in any unit, until they are measured.
+        files_nbytes: moves that nothing depends on do not make the files longer than this together; None: no limit.
         meters, health: others than those of the machine's time, for tests.
     """
 
@@ -62,6 +63,7 @@ class Space:
         drives: Sequence[Drive],
         speeds: Sequence[float],
         *,
+        files_nbytes: int | None = None,
         meters: DriveMeters | None = None,
         health: DriveHealth | None = None,
     ) -> None:
@@ -69,6 +71,7 @@ class Space:
         self.meters = meters or DriveMeters(len(drives))
         self.health = health or DriveHealth([drive.directory for drive in drives])
         self._given = speeds
+        self._files_nbytes = files_nbytes
         self._first = 0
         self.held_nbytes = [sum(nbytes for _, nbytes in drive.file.extents.used()) for drive in drives]
 
@@ -300,8 +303,11 @@ class Space:
     def _may_grow(self, drive: int, nbytes: int) -> bool:
         """Whether a file may be made longer for a move that nothing depends on."""
         file = self.drives[drive].file
-        is_used = file.extents.free_nbytes * _ROOM_FRACTION <= file.extents.capacity_nbytes
-        return is_used and self.health.may_grow(drive) and file.room_nbytes >= nbytes
+        if file.extents.free_nbytes * _ROOM_FRACTION > file.extents.capacity_nbytes:
+            return False
+        total_nbytes = sum(one.file.extents.capacity_nbytes for one in self.drives) + nbytes
+        is_allowed = self._files_nbytes is None or total_nbytes <= self._files_nbytes
+        return is_allowed and self.health.may_grow(drive) and file.room_nbytes >= nbytes
 
     def _put(self, pieces: Sequence[Piece], spans: Sequence[tuple[int, int]], new: Sequence[Piece]) -> Layout:
         """The layout with `new` for the bytes of `spans`."""

@@ -95,7 +95,8 @@ class ShardStore:
                 for path in paths
             ]
             reserve(drives, capacity_nbytes, given)
-            return cls(Space(drives, given), closing.pop_all(), checksum=Checksum(options.checksum))
+            space = Space(drives, given, files_nbytes=options.files_nbytes)
+            return cls(space, closing.pop_all(), checksum=Checksum(options.checksum))
 
     @property
     def progress(self) -> int:

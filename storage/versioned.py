@@ -38,8 +38,8 @@ class VersionedSpace(Space):
         retired: extents that only the last generation refers to.
     """
 
-    def __init__(self, drives: Sequence[Drive], speeds: Sequence[float]) -> None:
-        super().__init__(drives, speeds)
+    def __init__(self, drives: Sequence[Drive], speeds: Sequence[float], *, files_nbytes: int | None = None) -> None:
+        super().__init__(drives, speeds, files_nbytes=files_nbytes)
         self._fresh: set[tuple[int, int]] = set()  # extents (drive, offset) that no generation refers to
         self.retired: list[Extent] = []
 
@@ -163,7 +163,7 @@ class VersionedStore(ShardStore):
             for folder in folders:
                 folder.sync()
             store = cls(
-                VersionedSpace(drives, given),
+                VersionedSpace(drives, given, files_nbytes=options.files_nbytes),
                 closing.pop_all(),
                 manifest,
                 checksum=Checksum(options.checksum),

@@ -18,6 +18,7 @@ from infinity.observe.metrics import Traffic
 from infinity.plan.observed import Prediction
 from infinity.plan.summary import Plan
 from infinity.plan.traffic import StepTraffic
+from storage.space import DriveReport
 
 _KINDS = ("param", "state", "grad")
 _GATHERS = ("ready", "in_flight", "demand")
@@ -31,11 +32,12 @@ class Measured:
     counters: Counters
     traffic: Traffic
     io_engine: str
+    drives: list[DriveReport]
 
     @classmethod
     def of(cls, engine: Engine) -> Measured:
         """Waits until everything under way has landed."""
-        return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine)
+        return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine, engine.drives)
 
 
 def make_report(
@@ -86,9 +88,27 @@ def make_report(
         "stalls": _by_prefix(counters, "stall/", "_s"),
         "readahead": _readahead(records, counters),
         "io_engine": measured.io_engine,
+        "drives": [_drive_json(drive) for drive in measured.drives],
         "prediction": {"step_seconds": None} if prediction is None else prediction.to_json(),
         "baseline": None,
     }
+
+
+def _drive_json(drive: DriveReport) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "directory": drive.directory,
+        "held_bytes": drive.held_nbytes,
+        "file_bytes": drive.capacity_nbytes,
+        "state": drive.state.value,
+        "cause": drive.cause,
+    }
+    for name, reading in (("read", drive.read), ("write", drive.write)):
+        found |= {
+            f"{name}_bytes": reading.nbytes,
+            f"{name}_busy_s": reading.busy_s,
+            f"{name}_bytes_per_s": reading.nbytes_per_s,
+        }
+    return found
 
 
 def add_baseline(report: dict[str, Any], comparison: Comparison, first_step: int) -> None:

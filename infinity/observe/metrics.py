@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from infinity.runtime import Runtime
 from storage.checksums import READ_BACK_KIND
+from storage.space import DriveReport
 from storage.types import Op
 
 Counts = dict[str, int]
@@ -86,6 +87,17 @@ class TrafficBook:
         return Traffic(per_step, initialisation, dict(total))
 
 
+def _drive_counters(drive: DriveReport) -> dict[str, float]:
+    """Speeds are there once they were measured."""
+    counters: dict[str, float] = {"held_bytes": drive.held_nbytes, "file_bytes": drive.capacity_nbytes}
+    for name, reading in (("read", drive.read), ("write", drive.write)):
+        counters[f"{name}_bytes"] = reading.nbytes
+        counters[f"{name}_busy_s"] = reading.busy_s
+        if reading.nbytes_per_s is not None:
+            counters[f"{name}_bytes_per_s"] = reading.nbytes_per_s
+    return counters
+
+
 def metrics_of(runtime: Runtime) -> dict[str, float]:
     """One flat dictionary of everything that is counted. Bytes end in `_bytes`, seconds in `_s`."""
     flat: dict[str, float] = {"step": runtime.step}
@@ -104,6 +116,8 @@ def metrics_of(runtime: Runtime) -> dict[str, float]:
         flat["nvme/checksum_s"] = cost.check_s
         flat["nvme/system_s"] = cost.system_s
         flat["nvme/capacity_bytes"] = runtime.placement.nvme_nbytes
+        for number, drive in enumerate(runtime.store.drive_report()):
+            flat |= {f"nvme/drive{number}/{name}": value for name, value in _drive_counters(drive).items()}
     flat["host/budget_bytes"] = runtime.placement.host_budget_nbytes
     flat["host/held_bytes"] = runtime.pool.leased_nbytes
     flat["host/peak_bytes"] = runtime.pool.peak_nbytes

@@ -14,8 +14,8 @@ from tests.cli.command import call, run, train_report
 
 KEYS = {
     "config", "model", "first_step", "losses", "grad_norms", "step_seconds", "tokens_per_second", "peak_rss_bytes",
-    "memory", "budgets", "peaks", "traffic", "expected_traffic", "stalls", "readahead", "io_engine", "prediction",
-    "baseline",
+    "memory", "budgets", "peaks", "traffic", "expected_traffic", "stalls", "readahead", "io_engine", "drives",
+    "prediction", "baseline",
 }  # fmt: skip
 MEMORY_TERMS = {"interpreter_bytes", "activation_bytes", "device_budget_bytes", "host_budget_bytes"}
 STEPS = ("--steps", "3")
@@ -61,6 +61,17 @@ def test_report_has_every_promised_key(user_run: tuple[Path, str]) -> None:
     assert prediction["error"] == pytest.approx(prediction["step_seconds"] / prediction["measured_seconds"] - 1)
     assert prediction["calibration"]["steps"] == (len(report["losses"]) - 2) // 2
     assert report["baseline"] is None
+
+
+def test_the_drive_is_reported(user_run: tuple[Path, str]) -> None:
+    report = _report(user_run)
+    (drive,) = report["drives"]
+    total = report["traffic"]["total"]
+    assert drive["directory"] == str(user_run[0] / "swap")
+    assert (drive["state"], drive["cause"]) == ("open", "")
+    assert drive["write_bytes"] == total["nvme_write_bytes"] + total["nvme_write_padding_bytes"]
+    assert 0 < drive["held_bytes"] <= drive["file_bytes"]
+    assert drive["read_busy_s"] > 0 and drive["write_busy_s"] > 0
 
 
 def test_state_is_larger_than_the_budgets_and_they_are_kept(user_run: tuple[Path, str]) -> None:
