@@ -17,9 +17,10 @@ from storage.types import Op, Ticket
 from tests.storage.helpers import MIB, PAGE, TAG, WAIT_S, filled, pattern
 from tests.storage.several import SeveralDrives
 
-_KEYS = st.sampled_from(["a", "b", "c"])
-_SIZES = st.sampled_from([1, 70, 3 * MIB // PAGE, 5 * MIB // PAGE + 1])  # pages: small keys, and such as are cut
+_KEYS = ("a", "b", "c")
+_SIZES = st.sampled_from([70, 1, 3 * MIB // PAGE, 5 * MIB // PAGE + 1])  # pages: small keys, and such as are cut
 _SPEEDS = st.sampled_from([10, 20, 40, 200])
+_MOST_IN_FLIGHT = 12
 _FAULTS = st.sampled_from([Fault.IO_ERROR, Fault.NO_SPACE, Fault.SHORT])
 
 
@@ -36,12 +37,15 @@ class SeveralMachine(RuleBasedStateMachine):
         self.reads: list[tuple[Ticket, Lease, list[bytes | None]]] = []
         self.broken: set[int] = set()
 
-    @initialize(drives=st.integers(1, 3), checksum=st.sampled_from(["xxh3", "none"]))
+    @initialize(drives=st.sampled_from([2, 3, 1]), checksum=st.sampled_from(["xxh3", "none"]))
     def begin(self, drives: int, checksum: str) -> None:
         self.several = SeveralDrives(Path(self.folder.name), drives, checksum=checksum)
         self.drives = drives
+        for key, pages in (("a", 5 * MIB // PAGE + 1), ("b", 70)):
+            self.create(key, pages)
 
-    @rule(key=_KEYS, pages=_SIZES)
+    @precondition(lambda self: len(self.content) < len(_KEYS))
+    @rule(key=st.sampled_from(_KEYS), pages=_SIZES)
     def create(self, key: str, pages: int) -> None:
         if key not in self.content:
             self.several.store.create(key, pages * PAGE)
@@ -63,10 +67,9 @@ class SeveralMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.content)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
-        key, first, pages = self.draw_span(data)
-        lease = self.pool.lease(pages * PAGE, "read")
-        ticket = self.several.store.submit_read(key, lease.memory, offset=first * PAGE, tag=TAG)
-        self.reads.append((ticket, lease, self.content[key][first : first + pages]))
+        self.read_span(*self.draw_span(data))
+        if len(self.writes) + len(self.reads) > _MOST_IN_FLIGHT:
+            self.settle()
 
     @precondition(lambda self: self.content)
     @rule(data=st.data())
@@ -78,8 +81,13 @@ class SeveralMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def speeds_change(self, data: st.DataObject) -> None:
+        """And everything is written again, as in training, in whole or in chunks."""
         self.settle()
         self.several.are_measured(*(data.draw(_SPEEDS) for _ in range(self.drives)))
+        chunk = data.draw(st.sampled_from([2 * MIB // PAGE, 1 << 20]))
+        for key, pages in self.content.items():
+            for first in range(0, len(pages), chunk):
+                self.write_span(key, first, min(chunk, len(pages) - first))
 
     @rule(data=st.data(), fault=_FAULTS)
     def a_drive_refuses(self, data: st.DataObject, fault: Fault) -> None:
@@ -89,6 +97,12 @@ class SeveralMachine(RuleBasedStateMachine):
         if len(self.broken | {drive}) < self.drives:
             self.broken.add(drive)
             self.several.faults[drive].inject(fault, op=Op.WRITE, times=None)
+        for key, pages in self.content.items():
+            self.write_span(key, 0, len(pages))
+            self.read_span(key, 0, len(pages))
+            self.write_span(key, len(pages) // 3, 1)
+            if data.draw(st.booleans()):
+                self.settle()  # so that the next key finds the drive known as broken
 
     @precondition(lambda self: self.content)
     @rule(data=st.data(), fault=_FAULTS)
@@ -104,6 +118,7 @@ class SeveralMachine(RuleBasedStateMachine):
         self.content[key][first : first + pages] = [None] * pages
         self.drives_recover()
 
+    @precondition(lambda self: self.broken)
     @rule()
     def drives_recover(self) -> None:
         self.settle()
@@ -112,7 +127,6 @@ class SeveralMachine(RuleBasedStateMachine):
         self.broken.clear()
         self.several.clock.sleep(RETRY_S)
 
-    @rule()
     def settle(self) -> None:
         """Everything in flight ends; then nothing is leaked, shared, or wrong."""
         assert self.several.store.drain(WAIT_S)
@@ -140,6 +154,11 @@ class SeveralMachine(RuleBasedStateMachine):
         first = data.draw(st.integers(0, count - 1))
         return key, first, data.draw(st.integers(1, count - first))
 
+    def read_span(self, key: str, first: int, pages: int) -> None:
+        lease = self.pool.lease(pages * PAGE, "read")
+        ticket = self.several.store.submit_read(key, lease.memory, offset=first * PAGE, tag=TAG)
+        self.reads.append((ticket, lease, self.content[key][first : first + pages]))
+
     def write_span(self, key: str, first: int, pages: int) -> None:
         self.turn += 1
         lease = filled(self.pool, pages * PAGE, self.turn)
@@ -147,7 +166,7 @@ class SeveralMachine(RuleBasedStateMachine):
         self.writes.append((ticket, lease))
         data = pattern(pages * PAGE, self.turn).tobytes()
         self.content[key][first : first + pages] = [data[n * PAGE : (n + 1) * PAGE] for n in range(pages)]
-        if len(self.writes) + len(self.reads) > 12:
+        if len(self.writes) + len(self.reads) > _MOST_IN_FLIGHT:
             self.settle()
 
     def teardown(self) -> None:
