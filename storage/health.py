@@ -117,6 +117,6 @@ class DriveHealth:
             if state is DriveState.OPEN:
                 _log.info("%s has room again and is used as before", one.directory)
             elif len(self._drives) > 1:
-                _log.warning("%s takes no new bytes, the other drives take them: %s", one.directory, cause)
+                _log.warning("%s takes no new bytes, which go to other drives from now on: %s", one.directory, cause)
             one.state = state
         one.cause, one.since_s = cause, self._now_s()

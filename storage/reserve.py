@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from storage.align import PAGE_NBYTES, align_down, align_up
@@ -30,6 +31,34 @@ def check_arguments(paths: Sequence[Path], capacity_nbytes: int, speeds: Sequenc
     if len(speeds) != len(paths) or not all(speed > 0 and math.isfinite(speed) for speed in speeds):
         raise ValueError(f"speeds are {list(speeds)}; they must be {len(paths)} positive numbers, one per directory")
     return list(speeds)
+
+
+def open_all(
+    paths: Sequence[Path], speeds: Sequence[float], open_one: Callable[[Path, ExitStack], Drive], closing: ExitStack
+) -> tuple[list[Drive], list[float]]:
+    """Open a drive for each directory, and its speed; one that is so full that not even that works is left out.
+
+    Args:
+        open_one: opens a drive, with nothing reserved; the stack closes it.
+
+    Raises:
+        SwapFullError: none of them has room for anything.
+    """
+    drives: list[Drive] = []
+    left_out: dict[int, SwapFullError] = {}
+    for number, path in enumerate(paths):
+        with ExitStack() as opened:
+            try:
+                drives.append(open_one(Path(path), opened))
+            except SwapFullError as error:
+                left_out[number] = error
+                continue
+            closing.push(opened.pop_all())
+    if not drives:
+        raise next(iter(left_out.values()))
+    for number, problem in left_out.items():
+        _log.warning("%s is left out, the other drives take its part: %s", paths[number], problem)
+    return drives, [speed for number, speed in enumerate(speeds) if number not in left_out]
 
 
 def reserve(drives: Sequence[Drive], capacity_nbytes: int, speeds: Sequence[float]) -> None:

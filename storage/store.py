@@ -16,10 +16,10 @@ from storage.align import PAGE_NBYTES, is_aligned
 from storage.backends.cost import IoCost
 from storage.backends.system import without_frames
 from storage.checksums import READ_BACK_KIND, Checksum, KeyChecksums
-from storage.drives import StorageOptions, WrapBackend, open_drive
+from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
 from storage.errors import ClosedError
 from storage.ordering import Operation
-from storage.reserve import check_arguments, reserve
+from storage.reserve import check_arguments, open_all, reserve
 from storage.space import DriveReport, Space
 from storage.stats import IoStats
 from storage.transfer import FailedPart, StoredKey, Transfers
@@ -81,19 +81,14 @@ class ShardStore:
         """
         given = check_arguments(paths, capacity_nbytes, speeds)
         options = options or StorageOptions()
+
+        def open_one(path: Path, stack: ExitStack) -> Drive:
+            return open_drive(
+                path, 0, run_name=run_name, rank=rank, options=options, wrap_backend=wrap_backend, closing=stack
+            )
+
         with ExitStack() as closing:
-            drives = [
-                open_drive(
-                    Path(path),
-                    0,
-                    run_name=run_name,
-                    rank=rank,
-                    options=options,
-                    wrap_backend=wrap_backend,
-                    closing=closing,
-                )
-                for path in paths
-            ]
+            drives, given = open_all(paths, given, open_one, closing)
             reserve(drives, capacity_nbytes, given)
             space = Space(drives, given, files_nbytes=options.files_nbytes)
             return cls(space, closing.pop_all(), checksum=Checksum(options.checksum))

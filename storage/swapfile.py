@@ -10,6 +10,7 @@ exit, and, if its owner was killed, by `storage.cleanup`.
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import json
 import os
@@ -169,7 +170,13 @@ def _reserve(path: Path, start: int, nbytes: int) -> None:
 
 
 def make_directory_error(directory: Path, error: OSError) -> StorageError:
-    """A readable error for a directory that cannot hold swap files."""
+    """A readable error for a directory that cannot hold swap files; SwapFullError if it is for lack of room."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return SwapFullError(
+            f"{directory} cannot hold swap files: {error.strerror}. Free space, choose another directory, or add one",
+            path=str(directory),
+            errno=error.errno,
+        )
     return StorageError(
         f"{directory} cannot hold swap files: {error.strerror or error}. Choose a directory you can write to"
     )

@@ -233,7 +233,7 @@ def test_a_write_that_a_drive_refuses_goes_to_the_other(
     assert injection.hits == 1
     two.check_extents()
     (warning,) = warnings(caplog)
-    assert "drive1 takes no new bytes, the other drives take them: " in warning
+    assert "drive1 takes no new bytes, which go to other drives from now on: " in warning
     report = two.store.drive_report()[1]
     assert report.state is state
     assert report.cause in warning
