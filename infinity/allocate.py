@@ -55,6 +55,7 @@ class Blueprint:
     threads: KernelThreads
     device: Device
     collectives: Collectives | None = None  # with several ranks
+    nvme_budget_nbytes: int | None = None  # this process's part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +231,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         checksum=nvme.checksum.value,
         eio_retries=nvme.eio_retries,
         write_memory_nbytes=max(placement.pipeline_nbytes // len(paths), 1),
+        files_nbytes=plan.nvme_budget_nbytes,
     )
     speeds = speeds_of(paths) if len(paths) > 1 and nvme.calibrate is not Calibrate.OFF else None
     open_store = ShardStore.open if log is None else partial(ShardStore.open, wrap_backend=log.wrap)

@@ -66,7 +66,8 @@ def assemble(model: nn.Module, config: Config, access: Access, ranks: Ranks | No
             request = replace(request, ranks_nbytes=_ranks_nbytes(groups, collectives))
         is_chosen = config.schedule is not Schedule.AUTO
         placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
-        blueprint = Blueprint(model, config, access, placement, units, groups, kernel, threads, device, collectives)
+        parts = (model, config, access, placement, units, groups, kernel, threads, device, collectives)
+        blueprint = Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes)
         runtime = allocate(blueprint, stack)
         runtime.closing = stack.pop_all()
     return runtime
