@@ -272,10 +272,8 @@ class Space:
         is_whole = (start, stop) == (0, pieces[-1].stop)
         if len(self.drives) == 1 or not (is_whole or stop - start >= 2 * MIN_PIECE_NBYTES):
             return None
-        # A write that cuts a piece leaves the rest of it behind: not in scraps.
-        rests = (covered[0][1] - covered[0][0].start, covered[-1][0].stop - covered[-1][2])
         speeds = self._speeds()
-        if speeds is None or any(0 < rest < MIN_PIECE_NBYTES for rest in rests):
+        if speeds is None:
             return None
         speeds = [0.0 if drive in self._refusing() else speed for drive, speed in enumerate(speeds)]
         if not any(speeds):
@@ -284,7 +282,17 @@ class Space:
         for piece, a, b in covered:
             present[piece.extent.drive] = present.get(piece.extent.drive, 0) + b - a
         shares = better_split(present, speeds, self.held_nbytes, self._first)
-        return None if shares is None else self._take_exactly(start, shares)
+        if shares is None or self._is_scattered(pieces, covered, len(shares)):
+            return None
+        return self._take_exactly(start, shares)
+
+    def _is_scattered(
+        self, pieces: Sequence[Piece], covered: Sequence[tuple[Piece, int, int]], new_pieces: int
+    ) -> bool:
+        """Whether a key would be in too many pieces, when some replace those that are covered."""
+        rests = (covered[0][1] - covered[0][0].start, covered[-1][0].stop - covered[-1][2])
+        count = len(pieces) - len(covered) + sum(map(bool, rests)) + new_pieces
+        return count > max(len(pieces), len(self.drives) + pieces[-1].stop // MIN_PIECE_NBYTES)
 
     def _take_exactly(self, start: int, shares: Sequence[tuple[int, int]]) -> list[Piece] | None:
         """Room for shares as they are; None if a drive has none to spare."""

@@ -120,10 +120,40 @@ def test_parts_of_a_key_are_written_where_they_lie(two: SeveralDrives, pool: Hos
     places = two.extents("a")
     for turn, (first, pages) in enumerate([(0, 1), (100, 255), (_PAGES // 2 - 3, 6), (_PAGES - 9, 9)]):
         expected[first * PAGE : (first + pages) * PAGE] = two.write(pool, "a", turn, pages, first)
-    # Large enough to be spread, but what it would leave of the piece is a scrap.
-    expected[PAGE : 3 * MIB] = two.write(pool, "a", 9, 3 * MIB // PAGE - 1, 1)
     assert two.extents("a") == places
     assert two.read(pool, "a") == expected
+
+
+def test_chunks_move_whatever_the_pieces_were(two: SeveralDrives, pool: HostPool) -> None:
+    chunk = 4 * MIB // PAGE
+    two.are_measured(100, 400)
+    for key in range(6):
+        two.store.create(str(key), 16 * MIB)  # in pieces that no chunk begins or ends with
+    two.are_measured(400, 100)
+    for turn in range(2):
+        for key in range(6):
+            for number in range(4):
+                two.write(pool, str(key), turn, chunk, number * chunk)
+    shares = [report.held_nbytes / (96 * MIB) for report in two.store.drive_report()]
+    assert shares == pytest.approx([0.8, 0.2], abs=0.04)
+    two.check_extents()
+
+
+def test_moving_does_not_scatter_a_key(two: SeveralDrives, pool: HostPool) -> None:
+    part = 2 * MIB // PAGE
+    two.are_measured(400, 1)
+    two.store.create("a", 16 * MIB)
+    expected = bytearray(two.write(pool, "a", 0, 16 * MIB // PAGE))
+    assert len(two.extents("a")) == 1
+    two.are_measured(400, 400)
+    counts = []
+    for turn in range(7):  # with a page between them
+        first = 1 + turn * (part + 1)
+        expected[first * PAGE : (first + part) * PAGE] = two.write(pool, "a", turn, part, first)
+        counts.append(len(two.extents("a")))
+    assert counts == [4, 7, 10, 13, 16, 16, 16]  # at most one for every MiB, and one for every drive
+    assert two.read(pool, "a") == expected
+    two.check_extents()
 
 
 def test_small_keys_move_until_the_drives_are_in_balance(two: SeveralDrives, pool: HostPool) -> None:
