@@ -140,7 +140,7 @@ def test_chunks_move_whatever_the_pieces_were(two: SeveralDrives, pool: HostPool
 
 
 def test_moving_does_not_scatter_a_key(two: SeveralDrives, pool: HostPool) -> None:
-    part = 2 * MIB // PAGE
+    part = 9 * MIB // 4 // PAGE
     two.are_measured(400, 1)
     two.store.create("a", 16 * MIB)
     expected = bytearray(two.write(pool, "a", 0, 16 * MIB // PAGE))
