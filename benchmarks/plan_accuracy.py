@@ -35,7 +35,7 @@ from storage.backends.throttled import Throttle, ThrottledBackend
 from storage.store import ShardStore
 
 SHAPES = (GptShape(8, 160, 4, 64), GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64))
-SCHEDULES = ("synchronous", "overlapped")
+SCHEDULES = ("synchronous", "overlapped", "deferred")
 RATES = ((60e6, 40e6), (200e6, 130e6))  # read and write, bytes/s of one drive
 _DEVICE_BUDGET, _HOST_SHARE = "32MiB", 0.35  # of the state in host memory
 

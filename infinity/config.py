@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 from pydantic_core import ErrorDetails
 
 from infinity.errors import ConfigError
-from infinity.sizes import MIB, Nbytes, NbytesOrZero, format_nbytes
+from infinity.sizes import MIB, Nbytes, NbytesOrZero, format_nbytes, parse_nbytes
 
 _SIZES = {"budget", "chunk", "resident_threshold", "block_nbytes", "h2d_bytes_per_s", "d2h_bytes_per_s"}
 _PAGE_NBYTES = 4096  # swap files are read and written in pages; `storage` is not imported for one number
@@ -82,6 +82,14 @@ class Calibrate(StrEnum):
     OFF = "off"
 
 
+class WearAction(StrEnum):
+    """What happens when more has been written to a drive than its wear budget."""
+
+    WARN = "warn"
+    SLOW = "slow"  # pauses between steps keep to a budget per day
+    STOP = "stop"  # the run ends after the step, and saves where it would have at its end
+
+
 _E = TypeVar("_E", bound=StrEnum)
 
 
@@ -116,6 +124,21 @@ def _paths(value: object) -> object:
     if len(set(paths)) < len(paths):
         raise ValueError("a directory is listed twice; allowed: distinct directories, one per drive")
     return paths
+
+
+def _wear_budget(value: object) -> object:
+    """Bytes in all, or text such as "100TB" or "2TB/day"."""
+    if value is None or isinstance(value, WearBudget):
+        return value
+    if isinstance(value, Mapping):
+        return WearBudget(**value)
+    text, _, span = value.partition("/") if isinstance(value, str) else (value, "", "")
+    if span not in ("", "day"):
+        raise ValueError('allowed: bytes in all such as "100TB", or per day such as "2TB/day"')
+    nbytes = parse_nbytes(text)
+    if not nbytes:
+        raise ValueError("it must be greater than 0")
+    return WearBudget(nbytes=nbytes, is_per_day=span == "day")
 
 
 def _unit_classes(value: object) -> object:
@@ -169,6 +192,13 @@ class _Section(BaseModel):
         return type(self)(**given)
 
 
+class WearBudget(_Section):
+    """Bytes that may be written to one drive."""
+
+    nbytes: Nbytes
+    is_per_day: StrictBool = False
+
+
 class DeviceConfig(_Section):
     """The compute device. `path`, the bandwidths (bytes per second) and `latency_s` belong to `kind="fake"` only."""
 
@@ -208,7 +238,9 @@ class NvmeConfig(_Section):
     """Swap files: one directory per drive (`None`: a temporary one), and how they are read and written.
 
     `threads` (blocks at a drive at a time) and `block_nbytes` are chosen when `None`, see `Calibrate`. `eio_retries` is
-    how often a block is tried again after EIO. `io_log` is a file for every transfer of the run in fio's trace format.
+    how often a block is tried again after EIO. `wear_budget` is what all runs may write to each drive, "100TB" or
+    "2TB/day", and `wear_action` what `infinity train` does beyond it. `io_log` is a file for every transfer of the run
+    in fio's trace format.
     """
 
     paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_paths)] = None
@@ -220,11 +252,19 @@ class NvmeConfig(_Section):
     checksum: Annotated[IoChecksum, BeforeValidator(_choice(IoChecksum))] = IoChecksum.XXH3
     eio_retries: Annotated[int, Field(strict=True, ge=0)] = 2
     io_timeout_s: Seconds = 60.0
+    wear_budget: Annotated[WearBudget | None, BeforeValidator(_wear_budget)] = None
+    wear_action: Annotated[WearAction, BeforeValidator(_choice(WearAction))] = WearAction.WARN
     io_log: Annotated[Path | None, BeforeValidator(lambda v: Path(v) if isinstance(v, str) else v)] = None
 
     if TYPE_CHECKING:
 
         def __init__(self, **data: Any) -> None: ...
+
+    @model_validator(mode="after")
+    def _slow_needs_a_day(self) -> Self:
+        if self.wear_action is WearAction.SLOW and not (self.wear_budget and self.wear_budget.is_per_day):
+            raise ValueError("wear_action = 'slow' keeps to a budget per day; give wear_budget as in \"2TB/day\"")
+        return self
 
     @model_validator(mode="after")
     def _whole_pages(self) -> Self:

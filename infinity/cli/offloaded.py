@@ -32,6 +32,7 @@ from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.metrics import metrics_of
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
+from infinity.plan.wear_guard import WearGuard
 
 
 @dataclass(slots=True)
@@ -75,13 +76,16 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
         )
         display.say(tables)
         observer = RunObserver(engine._runtime)
+        nvme = settings.config.nvme
+        guard = WearGuard.of_store(engine._runtime.store, nvme.wear_budget, nvme.wear_action)
         with _metrics_file(options.metrics) as metrics, display:
-            _steps(settings, text, engine, model, optimizer, run, display, observer, metrics)
+            _steps(settings, text, engine, model, optimizer, run, display, observer, guard, metrics)
         run.prediction = observer.predict(micro_batches=training.accumulate, recompute=training.recompute)
         if options.save is not None:
             checkpoints.save(engine, options.save, optimizer, training, run.first_step + len(run.records))
             display.say(f"saved to {options.save}")
         run.measured = Measured.of(engine)
+        guard.flush()
         if options.trace is not None:
             engine.trace.write_chrome(options.trace)
         if options.baseline:
@@ -98,6 +102,7 @@ def _steps(
     run: OffloadedRun,
     display: Display,
     observer: RunObserver,
+    guard: WearGuard,
     metrics: IO[str] | None,
 ) -> None:
     training = settings.training
@@ -111,6 +116,7 @@ def _steps(
         optimizer.zero_grad()
         seconds = time.perf_counter() - started_s
         observer.step_ended()
+        verdict = guard.step_ended()
         norm = optimizer.last_grad_norm
         counters = _counters(engine)
         record = StepRecord(
@@ -128,6 +134,13 @@ def _steps(
         if metrics is not None:
             metrics.write(json.dumps(record.to_json()) + "\n")
             metrics.flush()
+        if verdict.message:
+            display.say(verdict.message)
+        if verdict.must_stop:
+            display.say(f"stopping after step {step}: nvme.wear_action is 'stop'")
+            return
+        if verdict.pause_s:
+            time.sleep(verdict.pause_s)
 
 
 def _counters(engine: Engine) -> Counters:

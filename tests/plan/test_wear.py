@@ -1,0 +1,228 @@
+"""Predicted wear, the ledger of what was written, and what a budget does to a run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity.config import NvmeConfig, WearAction, WearBudget
+from infinity.errors import ConfigError
+from infinity.plan.drives import DriveModel
+from infinity.plan.hardware import DRIVES, parse_drives
+from infinity.plan.ledger import LedgerError, WearLedger, default_ledger_path, parse_smart
+from infinity.plan.wear import predict_wear, steps_to_rating
+from infinity.plan.wear_guard import Verdict, WearGuard
+from storage.devices import identify_device
+from tests.cli.command import call, train_report
+
+TB = 10**12
+
+
+# Prediction ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("billions", "written_per_parameter", "endurance_tb", "expected"),
+    [(7, 18, 2400, 19e3), (13, 12, 2400, 15e3), (32, 14, 2400, 5.4e3), (70, 6, 7000, 17e3), (70, 12, 35_000, 42e3)],
+)
+def test_steps_to_the_rating(billions: int, written_per_parameter: int, endurance_tb: int, expected: float) -> None:
+    """The table of PLANNING section 2.7, to its two digits."""
+    (drive,) = parse_drives([f"7:3:4TB:{endurance_tb}TBW"])
+    steps = steps_to_rating(drive, billions * 1e9 * written_per_parameter)
+    assert steps == pytest.approx(expected, rel=0.05)
+
+
+def test_wear_is_divided_between_drives_and_counted_per_thousand_steps() -> None:
+    drives = parse_drives(["2x7:3:4TB:1000TBW"])
+    rows = predict_wear(drives, 2 * TB, step_s=86.4)
+    assert [row.written_per_step_nbytes for row in rows] == [TB, TB]
+    assert rows[0].share_per_1000_steps == pytest.approx(1.0)
+    assert rows[0].steps_to_rating == pytest.approx(1000)
+    assert rows[0].days_to_rating == pytest.approx(1.0)
+
+
+def test_a_step_larger_than_the_fast_cache_is_warned_of() -> None:
+    drive = DRIVES["mp700elite-2tb"]
+    assert "falls to 1.4 GB/s" in predict_wear([drive], 500 * 10**9, 1.0)[0].warning
+    assert predict_wear([drive], 100 * 10**9, 1.0)[0].warning == ""
+
+
+def test_unknown_endurance_gives_no_numbers() -> None:
+    drive = replace(DRIVES["p5510"], endurance_nbytes=0, model=DriveModel(1e9, 1e9))
+    row = predict_wear([drive], TB, 1.0)[0]
+    assert (row.steps_to_rating, row.days_to_rating, row.share_per_1000_steps) == (None, None, None)
+
+
+# Ledger -------------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_add_up_by_device_and_day(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "wear.sqlite3"
+    WearLedger(path).add("a", 5, "2026-01-01")
+    WearLedger(path).add("a", 7, "2026-01-01")
+    WearLedger(path).add("a", 1, "2026-01-02")
+    WearLedger(path).add("b", 2, "2026-01-02")
+    ledger = WearLedger(path)
+    assert (ledger.written_nbytes("a"), ledger.written_nbytes("a", "2026-01-01")) == (13, 12)
+    assert (ledger.written_nbytes("b"), ledger.written_nbytes("none")) == (2, 0)
+    assert ledger.devices() == ["a", "b"]
+
+
+def _add_often(path: Path) -> None:
+    for _ in range(50):
+        WearLedger(path).add("a", 1, "2026-01-01")
+
+
+def test_processes_may_count_at_the_same_time(tmp_path: Path) -> None:
+    path = tmp_path / "wear.sqlite3"
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_add_often, args=(path,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(50)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert WearLedger(path).written_nbytes("a") == 100
+
+
+def test_what_is_no_ledger_is_left_alone_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "wear.sqlite3"
+    path.write_text("this is not a database, but it is long enough to look like something" * 20)
+    with pytest.raises(LedgerError, match="cannot be used"):
+        WearLedger(path).add("a", 1)
+    assert path.read_text().startswith("this is not")
+
+
+def test_what_has_been_written_cannot_be_taken_back(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be taken back"):
+        WearLedger(tmp_path / "wear.sqlite3").add("a", -1)
+
+
+def test_smart_counts_in_thousands_of_sectors() -> None:
+    report = {"nvme_smart_health_information_log": {"data_units_written": 2_000_000}}
+    assert parse_smart(json.dumps(report)) == 1_024_000_000_000
+    assert parse_smart("{}") is None
+    assert parse_smart("Permission denied") is None
+    assert parse_smart("[]") is None
+
+
+# Guard --------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run that writes when told to, and its guard."""
+
+    def __init__(self, folder: Path, budget: WearBudget | None, action: WearAction) -> None:
+        self.written = {"disk": 0}
+        self.now_s = 0.0
+        self.day = "2026-01-01"
+        self.ledger = WearLedger(folder / "wear.sqlite3")
+        self.guard = WearGuard(
+            self.ledger,
+            lambda: dict(self.written),
+            budget,
+            action,
+            now_s=lambda: self.now_s,
+            day=lambda: self.day,
+        )
+
+    def step(self, nbytes: int) -> Verdict:
+        self.written["disk"] += nbytes
+        return self.guard.step_ended()
+
+
+def test_a_warning_is_given_once_a_day(tmp_path: Path) -> None:
+    run = Run(tmp_path, WearBudget(nbytes=10, is_per_day=True), WearAction.WARN)
+    assert run.step(9) == Verdict()
+    verdict = run.step(1)
+    assert "10 B have been written to disk today" in verdict.message
+    assert not verdict.must_stop
+    assert run.step(1).message == ""
+    run.day = "2026-01-02"
+    assert run.step(1).message == ""
+    assert run.step(9).message != ""
+
+
+def test_runs_before_count_towards_a_budget_in_all(tmp_path: Path) -> None:
+    WearLedger(tmp_path / "wear.sqlite3").add("disk", 95, "2025-12-31")
+    run = Run(tmp_path, WearBudget(nbytes=100), WearAction.STOP)
+    assert not run.step(4).must_stop
+    assert run.step(1).must_stop
+
+
+def test_slowing_down_keeps_to_the_rate_of_a_day(tmp_path: Path) -> None:
+    run = Run(tmp_path, WearBudget(nbytes=86_400, is_per_day=True), WearAction.SLOW)  # a byte per second
+    run.now_s = 2.0
+    assert run.step(10).pause_s == pytest.approx(8.0)
+    run.now_s = 10.0
+    assert run.step(0).pause_s == 0.0
+
+
+def test_without_a_budget_a_run_is_only_counted(tmp_path: Path) -> None:
+    run = Run(tmp_path, None, WearAction.WARN)
+    assert run.step(5) == Verdict()
+    assert run.ledger.written_nbytes("disk") == 0
+    run.now_s = 60.0
+    run.step(5)
+    assert run.ledger.written_nbytes("disk") == 10
+    run.guard.flush()
+    assert run.ledger.written_nbytes("disk") == 10
+
+
+def test_a_ledger_that_cannot_be_used_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "wear.sqlite3").write_text("no database at all, and long enough to be sure of that" * 20)
+    run = Run(tmp_path, WearBudget(nbytes=1), WearAction.STOP)
+    assert run.step(5) == Verdict()
+    assert run.step(5) == Verdict()
+    assert sum("wear ledger" in message for message in caplog.messages) == 1
+
+
+# Settings and runs --------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_bytes_in_all_or_per_day() -> None:
+    assert NvmeConfig(wear_budget="100TB").wear_budget == WearBudget(nbytes=100 * TB)
+    assert NvmeConfig(wear_budget="2TB/day").wear_budget == WearBudget(nbytes=2 * TB, is_per_day=True)
+    assert NvmeConfig(wear_budget=5).wear_budget == WearBudget(nbytes=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"wear_budget": "2TB/week"}, "per day such as"),
+        ({"wear_budget": "lots"}, "cannot read"),
+        ({"wear_budget": "0GB"}, "greater than 0"),
+        ({"wear_budget": "2TB", "wear_action": "slow"}, "budget per day"),
+        ({"wear_action": "stopp"}, "did you mean 'stop'"),
+    ],
+)
+def test_budgets_that_make_no_sense_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        infinity.Config(nvme=settings)
+
+
+def test_a_run_enters_in_the_ledger_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    report = train_report(tmp_path, "--steps", "2")
+    total = report["traffic"]["total"]
+    counted = WearLedger(default_ledger_path()).written_nbytes(identify_device(tmp_path))
+    assert counted == total["nvme_write_bytes"] + total["nvme_write_padding_bytes"]
+
+
+def test_a_run_beyond_its_budget_stops_and_saves(tmp_path: Path) -> None:
+    settings = tmp_path / "run.toml"
+    settings.write_text('[nvme]\nwear_budget = "1MB"\nwear_action = "stop"\n')
+    swap, saved = tmp_path / "swap", tmp_path / "saved"
+    swap.mkdir()
+    arguments = ("--preset", "tiny", "--steps", "5", "--config", settings, "--nvme", swap, "--save", saved)
+    code, output, error = call("train", *arguments, "--json", tmp_path / "r.json")
+    assert code == 0, error
+    assert "stopping after step" in output + error
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert len(report["losses"]) < 5
+    assert saved.is_dir()
