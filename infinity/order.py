@@ -11,14 +11,23 @@ again from, in this order:
 4. else it stays where it is (something was inserted).
 
 A wrong prediction costs its user one demand read. Nothing here raises.
+
+[Note: random branches]
+Where the last two iterations differ, the next forward is expected to use anything that the last few used, each in its
+place: what turns out not to be used costs a read in vain, what is used has been read ahead. And as long as backwards
+have mirrored their forwards, the coming backward is the mirror of the forward that has just run, whatever it skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from enum import Enum
+from heapq import merge
 
+_MAX_RECENT = 4  # iterations whose forwards are expected together: of two equal branches, 15 in 16 are among them
 _MAX_KNOWN = 4  # iterations remembered per mode: enough for loops that alternate, few enough to search at a divergence
 
 
@@ -57,9 +66,10 @@ class AccessOrder:
     def __init__(self, n_units_in_module_order: Sequence[int]) -> None:
         forward = tuple(Access(Phase.FORWARD, unit) for unit in n_units_in_module_order)
         backward = tuple(Access(Phase.BACKWARD, unit) for unit in reversed(n_units_in_module_order))
+        rank = {unit: number for number, unit in enumerate(n_units_in_module_order)}
         self._predictions = {
-            Mode.TRAIN: _Prediction(forward + backward, has_backward=True),
-            Mode.EVAL: _Prediction(forward, has_backward=False),
+            Mode.TRAIN: _Prediction(forward + backward, rank, has_backward=True),
+            Mode.EVAL: _Prediction(forward, rank, has_backward=False),
         }
         self._mode = Mode.TRAIN
         self.hits = 0
@@ -101,13 +111,17 @@ class AccessOrder:
 class _Prediction:
     """What is expected in one mode, and where in it the iteration under way is."""
 
-    def __init__(self, guess: Trace, *, has_backward: bool) -> None:
+    def __init__(self, guess: Trace, rank: Mapping[int, int], *, has_backward: bool) -> None:
+        self._rank = rank
         self.trace = guess
         self.position = 0
         self._has_backward = has_backward
         self._known: list[Trace] = []  # iterations that happened, latest first
         self._recorded: list[Access] = []
         self._left: int | None = None  # the position before a jump forward, until the next access confirms the jump
+        self._recent: list[Trace] = []  # the last iterations, latest first, equal ones too
+        self._is_joined = False  # whether the prediction is made of several iterations
+        self._mirrors = has_backward  # whether the last backward used what its forward had, the other way round
         self._shortened: Trace = ()  # the last iteration, when it was a strict prefix of the prediction
 
     def begin(self) -> None:
@@ -117,8 +131,10 @@ class _Prediction:
         self._recorded.clear()
 
     def record(self, access: Access) -> bool:
-        is_hit = bool(self.trace) and self.trace[self.position % len(self.trace)] == access
-        if is_hit:
+        is_hit = self._is_next(access)
+        if access.phase is Phase.BACKWARD and self._recorded and self._recorded[-1].phase is Phase.FORWARD:
+            self._expect_mirror()
+        if self._is_next(access):
             self.position = self.position % len(self.trace) + 1
             self._left = None
         else:
@@ -126,9 +142,20 @@ class _Prediction:
         self._recorded.append(access)
         return is_hit
 
+    def _is_next(self, access: Access) -> bool:
+        return bool(self.trace) and self.trace[self.position % len(self.trace)] == access
+
+    def _expect_mirror(self) -> None:
+        """A backward begins: it goes back over the forward that has run, if backwards do."""
+        if self._mirrors:
+            forward = _forward_of(self.trace)
+            self.trace = (*forward, *_mirror(tuple(self._recorded)))
+            self.position = len(forward)
+
     def _resync(self, access: Access) -> None:
         left, self._left = self._left, None
-        if (trace := self._known_beginning((*self._recorded, access))) is not None:
+        is_open = self._is_joined and self._find(access) is not None  # then the branch is among what is expected
+        if not is_open and (trace := self._known_beginning((*self._recorded, access))) is not None:
             self.trace, self.position = trace, len(self._recorded) + 1
         elif left is not None and self.trace[left] == access:
             self.position = left + 1
@@ -157,8 +184,20 @@ class _Prediction:
             self._shortened = iteration
             return
         self._shortened = ()
+        forward = _forward_of(iteration)
+        self._mirrors = self._has_backward and iteration[len(forward) :] == _mirror(forward)
+        self._recent = [iteration, *self._recent][:_MAX_RECENT]
         self._known = [iteration, *(trace for trace in self._known if trace != iteration)][:_MAX_KNOWN]
-        self.trace = iteration
+        self._is_joined = len(self._recent) > 1 and self._recent[1] != iteration
+        self.trace = self._together() if self._is_joined else iteration
+
+    def _together(self) -> Trace:
+        """The last iteration, and in its forward what those before it used."""
+        latest = self._recent[0]
+        forward = _forward_of(latest)
+        for other in self._recent[1:]:
+            forward = _merged(forward, _forward_of(other), self._rank)
+        return (*forward, *latest[len(_forward_of(latest)) :])
 
     def _is_cut_short(self, iteration: Trace) -> bool:
         """Whether the iteration is the prediction less its end and need not be how it will go from now on.
@@ -171,3 +210,26 @@ class _Prediction:
         if self._has_backward and iteration[-1].phase is Phase.FORWARD:
             return True
         return iteration != self._shortened
+
+
+def _forward_of(trace: Trace) -> Trace:
+    """What comes before the first backward use."""
+    phases = [access.phase for access in trace]
+    return trace[: phases.index(Phase.BACKWARD)] if Phase.BACKWARD in phases else trace
+
+
+def _mirror(forward: Trace) -> Trace:
+    return tuple(Access(Phase.BACKWARD, access.unit) for access in reversed(forward))
+
+
+def _merged(one: Trace, other: Trace, rank: Mapping[int, int]) -> Trace:
+    """Everything that either uses, in an order that both keep; `one` where they contradict each other.
+
+    Where nothing tells which comes first, module order does.
+    """
+    found: list[Access] = []
+    for kind, first, last, other_first, other_last in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        theirs = other[other_first:other_last] if kind != "equal" else ()
+        found += merge(one[first:last], theirs, key=lambda access: rank.get(access.unit, 0))
+    most = Counter(one) | Counter(other)
+    return tuple(found) if Counter(found) == most else one
