@@ -14,7 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.config import Config, DeviceConfig, DeviceKind, HostConfig, NvmeConfig, Precision, Schedule
+    from infinity.config import (
+        Config,
+        DeviceConfig,
+        DeviceKind,
+        Durability,
+        HostConfig,
+        NvmeConfig,
+        Precision,
+        Schedule,
+    )
     from infinity.editing import gathered
     from infinity.engine import Engine, offload
     from infinity.errors import (
@@ -47,6 +56,7 @@ __all__ = [
     "DeviceConfig",
     "DeviceKind",
     "DeviceOutOfMemoryError",
+    "Durability",
     "Engine",
     "GradScaler",
     "HostConfig",
@@ -66,7 +76,7 @@ __all__ = [
     "offload",
 ]
 
-_CONFIG = ("Config", "DeviceConfig", "DeviceKind", "HostConfig", "NvmeConfig", "Precision", "Schedule")
+_CONFIG = ("Config", "DeviceConfig", "DeviceKind", "Durability", "HostConfig", "NvmeConfig", "Precision", "Schedule")
 _HOMES = {
     "Adam": "infinity.optim.adamw",
     "AdamW": "infinity.optim.adamw",

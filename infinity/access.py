@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -20,10 +20,11 @@ from storage.types import Priority, TrafficTag
 
 
 class ParameterAccess:
-    """Gathers on behalf of the user and writes edits back."""
+    """Gathers on behalf of the user and writes edits back; `on_change` is told before stored bytes change."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, on_change: Callable[[], None]) -> None:
         self._runtime = runtime
+        self._on_change = on_change
 
     @contextmanager
     def hold(self, groups: list[FlatGroup]) -> Iterator[None]:
@@ -47,6 +48,7 @@ class ParameterAccess:
     def accept(self, group: FlatGroup) -> None:
         """Write a gathered group back if somebody changed it in place."""
         if self._runtime.gatherer.edited(group):
+            self._on_change()
             self.write_back(group)
             self._runtime.gatherer.accept_edits(group)
 
@@ -57,6 +59,7 @@ class ParameterAccess:
         """
         runtime = self._runtime
         runtime.land_updates()
+        runtime.before_overwrite()
         records = {r.chunk.start: r for r in runtime.states[group.index].records} if group.trainable else {}
         runtime.gatherer.claim(group)
         try:
@@ -81,7 +84,7 @@ class ParameterAccess:
             changed = (_bits(old) != _bits(new)) & _payload(chunk)
             if not bool(changed.any()):
                 return
-            if not copy.pinned:
+            if copy.is_stored:
                 offset = group.in_shard(chunk).start * group.shard_dtype.itemsize
                 self._write(group.key, lease.memory[:param_nbytes], "param", offset)
             old.copy_(new)  # only now: a copy that counts as clean holds what the swap file holds
@@ -92,6 +95,8 @@ class ParameterAccess:
         runtime = self._runtime
         if record.lease is not None:
             runtime.kernel.edited(new, record.views(record.lease.memory), changed)
+            if record.is_stored:
+                self._write(record.key, record.lease.memory, "state", 0)
             return
         if runtime.store is not None:
             read = runtime.store.submit_read(record.key, buffer, priority=Priority.DEMAND, tag=self._tag("state"))

@@ -13,6 +13,7 @@ from torch import nn
 from infinity.collectives import Collectives
 from infinity.config import Calibrate, Config, Precision, Schedule
 from infinity.devices.base import Device
+from infinity.durable.committer import Committer
 from infinity.errors import ConfigError
 from infinity.gather import Gatherer
 from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
@@ -39,6 +40,7 @@ from storage.budget import TierBudget
 from storage.calibration_cache import speeds_of
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
+from storage.versioned import VersionedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class _Resources:
     copies: list[HostCopy]
     trace: Trace
     failure: Failure
+    commit_thread: ThreadPoolExecutor
 
 
 def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
@@ -81,6 +84,9 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     """
     placement, fields = plan.placement, plan.kernel.fields
     states = {g.index: GroupState.build(g, placement.chunk_numel, fields) for g in plan.groups if g.trainable}
+    for state in states.values():
+        for record in state.records:
+            record.is_durable = placement.is_durable
     register = plan.device.host_register() if plan.config.host.pin is not False else None
     pool = HostPool(placement.host_budget_nbytes, register=register)
     stack.callback(pool.close)
@@ -89,11 +95,14 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     stack.callback(plan.device.close)  # copies under way use the memory that is freed and unpinned next
     store = _open_store(plan, states, stack)
     failure = Failure()
+    commit_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-commit")  # starts with its first task
+    stack.callback(commit_thread.shutdown)
     io = IoLoop(on_failure=failure.note)
     stack.callback(io.close)
     worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-optimizer")
     stack.callback(worker.shutdown)
-    resources = _Resources(pool, store, io, worker, states, _budgets(plan), _copies(plan), Trace(), failure)
+    budgets, copies = _budgets(plan), _copies(plan)
+    resources = _Resources(pool, store, io, worker, states, budgets, copies, Trace(), failure, commit_thread)
     runtime = _connect(plan, resources)
     made.append(runtime)
     _pin_states(runtime)
@@ -169,7 +178,20 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         inspection=inspection,
         failure=made.failure,
         in_flight=in_flight,
+        committer=_committer(plan, made, stalls),
         lockstep=lockstep,
+    )
+
+
+def _committer(plan: Blueprint, made: _Resources, stalls: StallClock) -> Committer | None:
+    if not isinstance(made.store, VersionedStore):
+        return None
+    return Committer(
+        made.store,
+        made.commit_thread,
+        stalls,
+        io_timeout_s=plan.config.nvme.io_timeout_s,
+        on_failure=made.failure.note,
     )
 
 
@@ -210,7 +232,12 @@ def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
 
 def _copies(plan: Blueprint) -> list[HostCopy]:
     placement = plan.placement
-    copies = [HostCopy(group, pinned=group.index in placement.pinned_params) for group in plan.groups]
+    copies = [
+        HostCopy(
+            group, pinned=group.index in placement.pinned_params, is_stored=placement.stores_param(group.index)
+        )
+        for group in plan.groups
+    ]
     for copy in copies:
         copy.keep_at_turn = copy.group.index in placement.keep_at_turn
         copy.keep_at_boundary = copy.group.index in placement.keep_at_boundary
@@ -234,13 +261,19 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         files_nbytes=plan.nvme_budget_nbytes,
     )
     speeds = speeds_of(paths) if len(paths) > 1 and nvme.calibrate is not Calibrate.OFF else None
+    if placement.is_durable:
+        open_versioned = VersionedStore.open if log is None else partial(VersionedStore.open, wrap_backend=log.wrap)
+        versioned = open_versioned(paths, placement.nvme_nbytes, options=options, speeds=speeds)
+        stack.callback(versioned.close)
+        _create_durable(plan, states, versioned)
+        return versioned
     open_store = ShardStore.open if log is None else partial(ShardStore.open, wrap_backend=log.wrap)
     store = open_store(paths, placement.nvme_nbytes, options=options, speeds=speeds)
     stack.callback(store.close)
     for group in plan.groups:
-        if group.index not in placement.pinned_params:
+        if placement.stores_param(group.index):
             store.create(group.key, group.shard_nbytes)
-        if group.index in states and group.index not in placement.pinned_states:
+        if group.index in states and placement.stores_state(group.index):
             create_records(store, states[group.index])
         if group.index in placement.spilled_gradients:
             store.create(gradient_key(group), gradient_nbytes(group))
@@ -264,6 +297,22 @@ def _open_log(plan: Blueprint, stack: ExitStack) -> IoLog | None:
 
 def _rank_of(plan: Blueprint) -> int | None:
     return plan.collectives.ranks.global_rank if plan.collectives is not None else None
+
+
+def _create_durable(plan: Blueprint, states: dict[int, GroupState], store: VersionedStore) -> None:
+    """The keys of a durable run, those that are there already excepted: it goes on."""
+    found = set(store.keys())
+    wanted: list[tuple[str, int, str]] = []
+    for group in plan.groups:
+        wanted.append((group.key, group.shard_nbytes, str(group.shard_dtype)))
+        if group.index in states:
+            records = states[group.index].records
+            wanted += [(record.key, record.nbytes, "state") for record in records if record.nbytes]
+        if group.index in plan.placement.spilled_gradients:
+            store.create(gradient_key(group), gradient_nbytes(group), is_volatile=True)
+    for key, nbytes, dtype in wanted:
+        if key not in found:
+            store.create(key, nbytes, dtype)
 
 
 def _free_memory(made: Sequence[Runtime]) -> None:

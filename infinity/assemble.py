@@ -13,9 +13,10 @@ from torch import nn
 
 from infinity.allocate import Blueprint, allocate
 from infinity.collectives import Collectives
-from infinity.config import Config, DeviceKind, Precision, Schedule
+from infinity.config import Config, DeviceKind, Durability, Precision, Schedule
 from infinity.devices.base import Device
 from infinity.devices.select import make_device
+from infinity.durable.notes import StoredRun
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.groups import ALONE, FlatGroup, Unit
 from infinity.init import staging_nbytes
@@ -35,17 +36,21 @@ _HOST_SHARE = 2
 _NEED = "a loop may accumulate or clip, which needs all gradients"
 
 
-def assemble(model: nn.Module, config: Config, access: Access, ranks: Ranks | None = None) -> Runtime:
+def assemble(
+    model: nn.Module, config: Config, access: Access, ranks: Ranks | None = None, run: StoredRun | None = None
+) -> Runtime:
     """Plan, then allocate. A plan that cannot work is refused before the model is touched or a file is made.
 
     Args:
         ranks: who shares the shards; None with one rank.
+        run: what is continued; its chunks stay as they are.
 
     Raises:
         ConfigError, PlacementError, UnsupportedModelError: before anything was changed.
         SwapFullError and other storage errors: nothing is left behind.
     """
     _refuse_with_ranks(config, ranks)
+    _refuse_late_updates(config)
     specs = partition(
         model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes
     )
@@ -61,8 +66,10 @@ def assemble(model: nn.Module, config: Config, access: Access, ranks: Ranks | No
         kernel = kernel_for(config.precision, threads, config.optimizer)
         sharding = ranks.sharding(config.stage) if ranks is not None else ALONE
         groups, units = _make_groups(specs, config.precision, kernel, device, sharding)
-        request = _request(model, config, units, groups, kernel, device, local_size)
+        chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)
+        request = _request(model, config, units, groups, kernel, device, local_size, chunk_nbytes)
         if collectives is not None:
+            _refuse_durable_ranks(config)
             request = replace(request, ranks_nbytes=_ranks_nbytes(groups, collectives))
         is_chosen = config.schedule is not Schedule.AUTO
         placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
@@ -187,6 +194,22 @@ def _dtypes(
     return kernel.param_dtype, compute_dtype
 
 
+def _refuse_late_updates(config: Config) -> None:
+    if config.durability is Durability.STEP and config.schedule is Schedule.DEFERRED:
+        raise ConfigError(
+            "schedule='deferred' contradicts durability='step': its updates are still to be made when a step is "
+            "committed. Use schedule='synchronous' or 'overlapped'"
+        )
+
+
+def _refuse_durable_ranks(config: Config) -> None:
+    if config.durability is Durability.STEP:
+        raise ConfigError(
+            "durability='step' with several ranks is not supported: their commits would have to agree on the step. Run "
+            "one process, or use durability='none' and save checkpoints"
+        )
+
+
 def _request(
     model: nn.Module,
     config: Config,
@@ -195,6 +218,7 @@ def _request(
     kernel: Kernel,
     device: Device,
     local_size: int,
+    chunk_nbytes: int | None,
 ) -> Request:
     if config.schedule is Schedule.OVERLAPPED and config.precision is Precision.FP16:
         raise ConfigError(
@@ -210,6 +234,7 @@ def _request(
         host_budget_nbytes=_host_budget(config, local_size),
         device_budget_nbytes=device.budget.limit_nbytes,
         nvme_budget_nbytes=None if config.nvme.budget is None else config.nvme.budget // local_size,
-        chunk_nbytes=config.chunk,
+        chunk_nbytes=chunk_nbytes,
         staging_nbytes=staging_nbytes(model, groups),
+        is_durable=config.durability is Durability.STEP,
     )

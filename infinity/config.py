@@ -49,6 +49,14 @@ class Schedule(StrEnum):
     DEFERRED = "deferred"  # during the next forward, just before the unit is used, and on any other access to it
 
 
+class Durability(StrEnum):
+    """What of a run survives the end of its process, a crash included."""
+
+    NONE = "none"
+    CHECKPOINT = "checkpoint"  # what `engine.save` has written
+    STEP = "step"  # every finished step: the swap files are kept, and each step is committed in them
+
+
 class DeviceKind(StrEnum):
     """Where the model computes."""
 
@@ -278,6 +286,7 @@ class Config(_Section):
 
     `optimizer` is the one whose state is planned for; an optimizer with less state may be built over it as well.
     `micro_batches` is into how many slices every unit cuts the batch while it is gathered.
+    `durability="step"` needs `nvme.paths`: the state stays there, with every finished step committed.
     `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
     repeated blocks and smaller than `resident_threshold` stay on the device. A rank waits for others at most
     `rank_timeout_s`. `unit_classes` names the modules whose
@@ -293,6 +302,7 @@ class Config(_Section):
     schedule: Annotated[Schedule, BeforeValidator(_choice(Schedule))] = Schedule.AUTO
     optimizer: Annotated[OptimizerKind, BeforeValidator(_choice(OptimizerKind))] = OptimizerKind.ADAMW
     micro_batches: Count = 1
+    durability: Annotated[Durability, BeforeValidator(_choice(Durability))] = Durability.NONE
     chunk: Nbytes | None = None
     resident_threshold: NbytesOrZero = MIB
     rank_timeout_s: Seconds = 600.0

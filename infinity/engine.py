@@ -17,12 +17,17 @@ from infinity.access import ParameterAccess
 from infinity.assemble import assemble
 from infinity.checkpoint.load import load_checkpoint
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
+from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.save import save_checkpoint
+from infinity.checkpoint.tiers import CHECKPOINT_STEP
 from infinity.config import Config, DeviceKind
-from infinity.errors import CheckpointError
+from infinity.durable.journal import Journal
+from infinity.durable.notes import StoredRun
+from infinity.durable.restore import find_run, restore, restore_shards
+from infinity.errors import CheckpointError, ConfigError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
-from infinity.init import InitFn, fill_shards
+from infinity.init import InitFn, fill_shards, leave_uninitialised
 from infinity.iteration import Iteration
 from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
@@ -57,31 +62,48 @@ class Engine:
         init_fn: InitFn | None = None,
         on_progress: Callable[[str], None] | None = None,
         ranks: Ranks | None = None,
+        resume: bool = False,
     ) -> None:
-        self._runtime: Runtime = assemble(model, config, self, ranks)
+        run = find_run(config, resume=resume)
+        self._runtime: Runtime = assemble(model, config, self, ranks, run)
         try:
-            self._start(init_fn, on_progress)
+            self._start(init_fn, on_progress, run)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, init_fn: InitFn | None, on_progress: Callable[[str], None] | None) -> None:
+    def _start(
+        self, init_fn: InitFn | None, on_progress: Callable[[str], None] | None, run: StoredRun | None
+    ) -> None:
         runtime = self._runtime
         self._updates = Updates(runtime)
-        self._iteration = Iteration(runtime, self._updates)
-        self._access = ParameterAccess(runtime)
+        self._journal = None
+        if runtime.committer is not None:
+            self._journal = Journal(runtime, self._updates, runtime.committer)
+        self._iteration = Iteration(runtime, self._updates, self._journal)
+        self._access = ParameterAccess(runtime, self._changed)
         runtime.kernel.warm_up()
-        fill_shards(runtime, init_fn, on_progress)
+        if run is None:
+            fill_shards(runtime, init_fn, on_progress)
+        elif self._journal is not None:
+            leave_uninitialised(runtime)
+            restore_shards(runtime, run)
+            restore_rng_state(run.state.rng)
+            self._journal.continue_from(run)
         resident = UserHold()
         for group in runtime.resident_groups:
             runtime.gatherer.gather(group, resident, Phase.FORWARD)
         _move_buffers(runtime.model, runtime.device.torch_device)
+        if run is not None:
+            runtime.io.post(runtime.read_ahead.read_kept, CHECKPOINT_STEP)
         self._book = TrafficBook(runtime)
         self.plan = Plan(runtime)
         runtime.hooks = hooks.install(
             runtime.model, runtime.units, self._iteration, micro_batches=runtime.config.micro_batches
         )
         runtime.hooks.append(refuse_foreign_optimizers(self, self._updates.is_attached))
+        if run is None and self._journal is not None:
+            self._journal.replaced(0, None)  # what a process killed in its first step goes on from
         _log.info("offloaded %d parameters\n%s", self.plan.parameters, self.plan.describe())
 
     # Training --------------------------------------------------------------------------------------------------
@@ -100,6 +122,8 @@ class Engine:
         self._updates.step(optimizer)
         self._iteration.end_step()
         self._book.step_ended()
+        if self._journal is not None:
+            self._journal.step_ended()
 
     def discard_gradients(self) -> None:
         """Called by the optimizer's `zero_grad()`."""
@@ -133,6 +157,61 @@ class Engine:
         """Abandon the running iteration after a failure: release everything, discard its gradients."""
         self._check_open()
         self._iteration.reset()
+
+    # Durable steps ---------------------------------------------------------------------------------------------
+
+    def note(self, extra: Mapping[str, Any]) -> None:
+        """Say that everything that belongs to the last step is done, and what the loop needs to go on after it.
+
+        With `durability="step"` this commits the step: parameters, optimizer state and settings, buffers, random number
+        generators and `extra` become durable together, behind the next forward. Call it after every step, when the LR
+        scheduler has been stepped. A loop that never calls it commits at the start of the next forward.
+
+        Args:
+            extra: numbers, text, tensors, and lists, tuples and dictionaries of them, for example
+                `{"scheduler": scheduler.state_dict(), "batch": number}`.
+
+        Raises:
+            ConfigError: steps are not durable.
+            CheckpointError: `extra` cannot be kept.
+            IterationError: the next step has begun.
+        """
+        self._check_open()
+        self._durable("note").note(extra)
+
+    @property
+    def committed_step(self) -> int:
+        """Optimizer steps of the last commit, those of earlier processes included; -1 if steps are not durable."""
+        committer = self._runtime.committer
+        return committer.store.step if committer is not None else -1
+
+    def restore(self, *, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+        """Go back to the last committed step; the run goes on with the same bits. Returns its `extra`.
+
+        For a process that continues a run (`infinity.offload(..., resume=True)`), once its optimizer is built; and for
+        one that has lost a step (a full disk, a read that failed), when the cause is gone: the lost step is undone, its
+        gradients are discarded. The random number generators and the model's buffers are set as they were.
+
+        Args:
+            optimizer: gets the settings of its parameter groups back; it must have the same groups.
+
+        Raises:
+            ConfigError: steps are not durable.
+            CheckpointError: the optimizer has other groups, or parameters are in use.
+            StorageError: what was committed cannot be read.
+        """
+        self._check_open()
+        journal = self._durable("restore")
+        return restore(self._runtime, self._updates, self._iteration, journal, optimizer)
+
+    def _durable(self, what: str) -> Journal:
+        if self._journal is None:
+            raise ConfigError(f"engine.{what}() needs infinity.Config(durability='step', nvme={{'paths': [...]}})")
+        return self._journal
+
+    def _changed(self) -> None:
+        if self._journal is not None:
+            self._journal.changed()
 
     # Checkpoints -----------------------------------------------------------------------------------------------
 
@@ -179,7 +258,11 @@ class Engine:
         """
         self._check_open()
         self._refuse_ranks("engine.load()")
-        return load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), optimizer)
+        extra = load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), optimizer)
+        if self._journal is not None:
+            steps = max((step for state in self._runtime.states.values() for step in state.steps), default=0)
+            self._journal.replaced(steps, extra)
+        return extra
 
     def read_optimizer_state(self) -> SlotStates:
         """Called by the optimizer's `state_dict()`: copies of all moments."""
@@ -191,6 +274,7 @@ class Engine:
         """Called by the optimizer's `load_state_dict()`: replaces all moments and step counts."""
         self._check_open()
         self._refuse_ranks("optimizer.load_state_dict()")
+        self._changed()
         write_states(self._runtime, self._updates, states)
 
     # Looking inside --------------------------------------------------------------------------------------------
@@ -261,8 +345,18 @@ class Engine:
         return self._runtime.is_closed
 
     def close(self) -> None:
-        """Give back swap files, threads and memory. Idempotent. The model's parameters are gone afterwards."""
-        self._runtime.shut_down()
+        """Give back swap files, threads and memory. Idempotent. The model's parameters are gone afterwards.
+
+        With `durability="step"` the last finished step is committed first, and the swap files stay.
+
+        Raises:
+            StorageError: it could not be committed; everything has been given back all the same.
+        """
+        try:
+            if self._journal is not None and not self.is_closed:
+                self._journal.finish()
+        finally:
+            self._runtime.shut_down()
 
     def __enter__(self) -> Self:
         return self
@@ -314,6 +408,7 @@ def offload(
     on_progress: Callable[[str], None] | None = None,
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    resume: bool = False,
 ) -> Engine:
     """Offload a model: its parameters, gradients and optimizer state move into the tiers, its forward stays as it is.
 
@@ -328,9 +423,12 @@ def offload(
         on_progress: told the name of every shard that has been initialised.
         process_group: share with its ranks, instead of with all.
         mesh: share over its dimension; of two, replicate over the first and share over the second (hybrid sharding).
+        resume: with `durability="step"`, continue the run whose state lies in `nvme.paths`; see `Engine.restore`. The
+            values of the model are not used.
 
     Raises:
         RankError: the ranks hold different models, or one of them failed.
+        CheckpointError: there is nothing to resume, or it is of another model.
         ConfigError, PlacementError, UnsupportedModelError: before the model is touched.
         SwapFullError: the swap directories have too little space; nothing is left behind.
 
@@ -341,4 +439,5 @@ def offload(
     config = config or Config()
     uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
     ranks = discover(process_group, mesh, uses_cuda=uses_cuda)
-    return Engine(model, config, init_fn=init_fn, on_progress=on_progress, ranks=ranks if ranks.size > 1 else None)
+    sharing = ranks if ranks.size > 1 else None
+    return Engine(model, config, init_fn=init_fn, on_progress=on_progress, ranks=sharing, resume=resume)

@@ -101,6 +101,18 @@ def fill_shards(runtime: Runtime, init_fn: InitFn | None, on_progress: Callable[
         share_buffers(runtime.lockstep, runtime.model)
 
 
+def leave_uninitialised(runtime: Runtime) -> None:
+    """Put the stand-ins in place of parameters whose values the swap files hold already.
+
+    Raises:
+        UnsupportedModelError: a buffer was built on `meta`.
+    """
+    for module in runtime.model.modules():
+        _materialise_buffers(module)
+    for group in runtime.groups:
+        group.show_released()
+
+
 def _report(on_progress: Callable[[str], None] | None, group: FlatGroup) -> None:
     if on_progress is not None:
         on_progress(group.key)
@@ -166,6 +178,8 @@ def _place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
     if copy.pinned:
         copy.begin_read(lease, None, Ticket.completed(group.key))
         copy.landed()
+        if copy.is_stored:
+            _write(runtime, group, lease.memory, 0, group.layout.payload_numel)
         return
     with lease:
         _write(runtime, group, lease.memory, 0, group.shard_payload_nbytes)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.config import DeviceKind
 from infinity.conversions import CONVERSIONS, keep_or_refuse
+from infinity.durable.journal import Journal
 from infinity.errors import IterationError, NotGatheredError, UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
@@ -53,9 +54,10 @@ class _Forward:
 class Iteration:
     """Implements `hooks.UnitEvents` and `released.Access`. Used by the training thread."""
 
-    def __init__(self, runtime: Runtime, updates: Updates) -> None:
+    def __init__(self, runtime: Runtime, updates: Updates, journal: Journal | None = None) -> None:
         self._runtime = runtime
         self._updates = updates
+        self._journal = journal
         self._runs = OpenRuns(self._end_run)
         self._tasks = GraphTasks(self._runs.end_task, self.end_backward)
         self._mode = Mode.TRAIN
@@ -88,6 +90,8 @@ class Iteration:
         self._is_in_forward = True
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
         self._updates.warn_without_optimizer()
+        if self._journal is not None:
+            self._journal.forward_begins(trains=self._mode is Mode.TRAIN)
         self._forward = None
         if self._mode is Mode.TRAIN:
             self._forward = _Forward()

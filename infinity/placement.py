@@ -10,6 +10,11 @@ A parameter byte kept in host memory saves a read in forward, a read in backward
 schedule, a read in `step()`), and two more reads for every further unit that shares it; a state byte saves one read
 and one write; a gradient byte that need not be spilled saves a write and a read. Pinning a fixed set is optimal for
 cyclic access (PLANNING section 4), so no cache policy is needed.
+
+[Note: durable steps]
+With `durability="step"` everything lies in the swap files, so that a step can be committed there. What is in host
+memory for good is still read from there alone, and written through in every step; it costs a write and saves the same
+reads. A commit keeps the bytes of the step before until it is over, so what trains takes twice its space.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ class Placement:
         pinned_params, pinned_states: group indices whose shard or state is in host memory for good.
         spilled_gradients: group indices whose gradients wait for the update in the swap file.
         keep_at_turn, keep_at_boundary: groups whose copies stay from forward to backward, and from update to forward.
+        is_durable: what is in host memory for good is written to the swap files too; see [Note: durable steps].
         uses: by group index, how often a forward, or a backward, gathers the group: more than once when units share it.
     """
 
@@ -71,7 +77,16 @@ class Placement:
     keep_at_boundary: frozenset[int]
     uses: Mapping[int, int]
     nvme_nbytes: int
+    is_durable: bool = False
     notes: tuple[str, ...] = field(default=())
+
+    def stores_param(self, index: int) -> bool:
+        """Whether the shard of a group lies in the swap files."""
+        return self.is_durable or index not in self.pinned_params
+
+    def stores_state(self, index: int) -> bool:
+        """Whether the optimizer state of a group that trains lies in the swap files."""
+        return self.is_durable or index not in self.pinned_states
 
     @property
     def state_pinned_nbytes(self) -> int:
@@ -93,6 +108,7 @@ class Request:
     chunk_nbytes: int | None
     staging_nbytes: int
     ranks_nbytes: int = 0  # on the device, for transfers between ranks
+    is_durable: bool = False
 
 
 class _Sizes:
@@ -173,6 +189,7 @@ def make_placement(request: Request) -> Placement:
         keep_at_boundary=frozenset(host.kept(from_end=False)),
         uses=sizes.uses,
         nvme_nbytes=nvme_nbytes,
+        is_durable=request.is_durable,
         notes=tuple(host.notes),
     )
 
@@ -181,6 +198,7 @@ def place_for_any_loop(request: Request, need: str) -> Placement:
     """The placement of `schedule="auto"` for a loop that needs all gradients before the first update, or may.
 
     Deferred where all gradients fit in host memory, else synchronous, whose reads of spilled gradients come together.
+    Synchronous where steps are durable, because a step is committed when all of it has been updated.
 
     Args:
         need: why all gradients are needed, for the plan.
@@ -188,6 +206,9 @@ def place_for_any_loop(request: Request, need: str) -> Placement:
     Raises:
         PlacementError: as `make_placement`.
     """
+    if request.is_durable:
+        reason = f"auto: {need}, and a step is committed whole"
+        return make_placement(replace(request, schedule=Schedule.SYNCHRONOUS, schedule_reason=reason))
     fits = f"auto: {need}, and host memory holds them until the next forward"
     deferred = make_placement(replace(request, schedule=Schedule.DEFERRED, schedule_reason=fits))
     if not deferred.spilled_gradients:
@@ -386,11 +407,14 @@ class _HostDivision:
         return chosen
 
     def nvme_nbytes(self) -> int:
+        """Space of the swap files. Where steps are durable, what trains takes it twice: the step before stays."""
         sizes = self._sizes
         total = 0
         for group in self._request.groups:
             i = group.index
-            total += 0 if i in self.pinned_params else sizes.shard[i]
-            total += 0 if i in self.pinned_states else sizes.state[i]
+            is_durable = self._request.is_durable
+            copies = 2 if is_durable and group.trainable else 1
+            total += copies * sizes.shard[i] if is_durable or i not in self.pinned_params else 0
+            total += copies * sizes.state[i] if is_durable or i not in self.pinned_states else 0
             total += sizes.gradient[i] if i in self.spilled else 0
         return total

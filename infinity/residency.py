@@ -5,8 +5,9 @@
        └─────────────────── drop ────────────────┴──────────── written, not to be kept ─────────┘
     any transition in progress ──fail──▶ FAILED ──drop──▶ ABSENT
 
-A host copy is *clean* when the swap file holds the same bytes. Shards placed in host memory for good have no swap
-file behind them: their copy is born CLEAN and goes UPDATING → CLEAN.
+A host copy is *clean* when the swap file holds the same bytes. Shards placed in host memory for good are read from
+there alone: their copy is born CLEAN and goes UPDATING → CLEAN. A swap file is behind them only where steps are
+durable; the write into it is waited for by the commit of the step, which comes before their next update.
 
 Only the I/O loop moves a copy from state to state. The training thread *claims* a copy before it looks at the bytes;
 a claimed copy is not dropped. The lock that makes a claim and a drop exclude each other is held for a flag check.
@@ -47,9 +48,10 @@ class ResidencyError(InfinityError):
 class HostCopy:
     """The host copy of one group's shard."""
 
-    def __init__(self, group: FlatGroup, *, pinned: bool) -> None:
+    def __init__(self, group: FlatGroup, *, pinned: bool, is_stored: bool | None = None) -> None:
         self.group = group
         self.pinned = pinned  # placed in host memory for good
+        self.is_stored = not pinned if is_stored is None else is_stored  # whether the swap files hold the shard too
         self.keep_at_turn = False
         self.keep_at_boundary = False
         self.is_updated_ahead = False  # its deferred update runs, or has run, in the window for the use that comes

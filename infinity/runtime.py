@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.config import Config, OptimizerKind
 from infinity.devices.base import Device
+from infinity.durable.committer import Committer
 from infinity.errors import InfinityError
 from infinity.gather import Gatherer
 from infinity.gradients import GradientSink
@@ -74,6 +75,7 @@ class Runtime:
     inspection: Inspection
     failure: Failure
     in_flight: list[GroupUpdate]  # written by the training thread
+    committer: Committer | None  # where steps are durable
     lockstep: Lockstep | None = None  # with several ranks
     closing: ExitStack = field(default_factory=ExitStack)
     step: int = 0
@@ -99,6 +101,15 @@ class Runtime:
         for update in self.in_flight:
             self.stalls.wait(update.written, StallCause.NVME_WRITE)
         self.in_flight.clear()
+
+    def before_overwrite(self) -> None:
+        """Stored bytes are about to change: wait until the commit under way has what it needs of them.
+
+        Raises:
+            StorageError: the commit failed.
+        """
+        if self.committer is not None:
+            self.committer.wait()
 
     def shut_down(self) -> None:
         """Close every part in reverse order of its making. Idempotent; an error is raised after all are closed."""

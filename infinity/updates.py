@@ -70,6 +70,15 @@ class Updates:
         self.last_grad_norm: torch.Tensor | None = None
 
     @property
+    def optimizer(self) -> OptimizerView | None:
+        return self._optimizer
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the running step has been applied in part."""
+        return bool(self._submitted)
+
+    @property
     def is_overlapped(self) -> bool:
         return self._runtime.placement.schedule is Schedule.OVERLAPPED
 
@@ -381,6 +390,23 @@ class Updates:
             raise
         self._torn = None
 
+    @contextmanager
+    def restoring(self, what: str) -> Iterator[None]:
+        """The whole state is replaced in this block by one that was committed; what was lost before is forgotten."""
+        self._torn = f"{what} has not finished"
+        try:
+            yield
+        except BaseException as error:
+            self._torn = (
+                f"{what} failed ({type(error).__name__}: {error}); try again when the cause is gone, or close this "
+                "engine and resume in a new process"
+            )
+            raise
+        self._torn = None
+        self._runtime.failure.error = None
+        self._submitted.clear()
+        self._scales.clear()
+
     def abandon(self) -> None:
         """The running iteration failed. What was already applied cannot be taken back."""
         if self._submitted:
@@ -491,6 +517,7 @@ class Updates:
         if optimizer is None:
             return []
         self.refuse_edited(groups)
+        runtime.before_overwrite()
         runtime.gatherer.drop_ahead(groups)
         runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
         # All of them first: one that is refused must not leave a gradient that nobody holds.

@@ -49,8 +49,8 @@ def find_run_folders(directory: Path) -> list[FoundFolder]:
     found = []
     for path in sorted(directory.iterdir()):
         if path.is_dir() and not path.is_symlink() and _FOLDER_NAME.fullmatch(path.name):
-            with _claim(path) as is_free:
-                found.append(_look(path, is_free=is_free))
+            with claim(path) as is_free:
+                found.append(look(path, is_free=is_free))
     return found
 
 
@@ -63,7 +63,7 @@ def remove_dead(directory: Path) -> list[FoundFolder]:
     """
     removed = []
     for folder in find_run_folders(directory):
-        with _claim(folder.path) as is_free:
+        with claim(folder.path) as is_free:
             if is_free and not folder.is_alive:
                 shutil.rmtree(folder.path)
                 removed.append(folder)
@@ -71,7 +71,7 @@ def remove_dead(directory: Path) -> list[FoundFolder]:
 
 
 @contextmanager
-def _claim(path: Path) -> Iterator[bool]:
+def claim(path: Path) -> Iterator[bool]:
     """Whether nobody else holds the lock of a run folder; if so, it is held meanwhile, against other cleaners."""
     try:
         fd = os.open(path / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC)
@@ -95,7 +95,8 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _look(path: Path, *, is_free: bool) -> FoundFolder:
+def look(path: Path, *, is_free: bool) -> FoundFolder:
+    """What a run folder is; `is_free`: nobody holds its lock."""
     nbytes = sum(_disk_nbytes(file) for file in path.rglob("*"))
     try:
         owner = json.loads((path / OWNER_FILE).read_text())

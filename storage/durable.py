@@ -27,6 +27,13 @@ from storage.errors import IntegrityError, SwapInUseError
 from storage.extents import ExtentAllocator
 from storage.swapfile import OWNER_FILE, SwapFile, boot_id
 
+DURABLE_PREFIX = "versioned-rank"
+
+
+def durable_folder(directory: Path, rank: int = 0) -> Path:
+    """Where a versioned store keeps its files in a directory."""
+    return directory / f"{DURABLE_PREFIX}{rank}"
+
 
 class DurableFolder:
     """A folder that one process at a time uses.
@@ -39,20 +46,26 @@ class DurableFolder:
     def __init__(self, path: Path, run_name: str) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path.resolve()
+        self._run_name = run_name
+        self._owner_pid = 0
         self._fd = os.open(self.path / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._lock()
-            owner = {
-                "pid": os.getpid(),
-                "boot_id": boot_id(),
-                "started": psutil.Process().create_time(),
-                "run": run_name,
-            }
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, json.dumps(owner).encode(), 0)
+            self._owner_pid = os.getpid()
+            self._note_owner(run_name, boot_id())
         except BaseException:
             self.close()
             raise
+
+    def _note_owner(self, run_name: str, boot: str) -> None:
+        owner = {
+            "pid": os.getpid(),
+            "boot_id": boot,
+            "started": psutil.Process().create_time(),
+            "run": run_name,
+        }
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
 
     def _lock(self) -> None:
         try:
@@ -89,6 +102,8 @@ class DurableFolder:
     def close(self) -> None:
         """Let go of the folder; what is in it stays. Idempotent."""
         if self._fd >= 0:
+            if self._owner_pid == os.getpid():
+                self._note_owner(self._run_name, boot="")  # no process of this boot uses it, though this one lives on
             os.close(self._fd)
             self._fd = -1
 

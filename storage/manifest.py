@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS keys (
     key TEXT PRIMARY KEY, nbytes INTEGER, dtype TEXT, generation INTEGER, step INTEGER,
     pieces TEXT, digests BLOB, states BLOB, spans TEXT, check_sum TEXT
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, data BLOB, check_sum TEXT) WITHOUT ROWID;
 """
 _COLUMNS = "key, nbytes, dtype, generation, step, pieces, digests, states, spans, check_sum"
 
@@ -64,15 +65,17 @@ class Manifest:
 
     Args:
         path: the database; made when missing.
-        drives: number of drives; must be that of the store it was made for.
+        drives: number of drives; must be that of the store it was made for. None looks at a manifest that is there.
 
     Raises:
         IntegrityError: it cannot be read.
         StorageError: it is of another number of drives, or of a newer format.
     """
 
-    def __init__(self, path: Path, drives: int) -> None:
+    def __init__(self, path: Path, drives: int | None) -> None:
         self.path = path
+        if drives is None and not path.exists():
+            raise self._unreadable(FileNotFoundError("the file is missing"))
         try:
             self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -88,9 +91,9 @@ class Manifest:
             self._db.close()
             raise
 
-    def _prepare(self, drives: int) -> None:
+    def _prepare(self, drives: int | None) -> None:
         self._db.executescript(_SCHEMA)
-        if not self._settings():
+        if not self._settings() and drives is not None:
             first = {"format": _FORMAT, "identity": secrets.token_hex(8), "drives": drives, "generation": 0, "step": -1}
             self._db.executemany("INSERT OR IGNORE INTO store VALUES (?, ?)", list(first.items()))
         found = self._settings()
@@ -100,9 +103,10 @@ class Manifest:
             form, count = int(str(found["format"])), int(str(found["drives"]))
         except (KeyError, ValueError) as error:
             raise self._unreadable(error) from error
+        self.drives = count
         if form != _FORMAT:
             raise StorageError(f"{self.path} has format {form}; this version reads format {_FORMAT}")
-        if count != drives:
+        if drives is not None and count != drives:
             raise StorageError(f"the store of {self.path} lies on {count} drives, but {drives} were named")
 
     def _settings(self) -> dict[str, object]:
@@ -121,10 +125,42 @@ class Manifest:
         except sqlite3.Error as error:
             raise self._unreadable(error) from error
 
+    def notes(self) -> dict[str, bytes]:
+        """What the program noted beside the keys, by name, as of the last committed generation.
+
+        Raises:
+            IntegrityError: it cannot be read, or a note is damaged.
+        """
+        try:
+            with closing(self._db.execute("SELECT name, data, check_sum FROM notes")) as rows:
+                return {str(name): self._note(str(name), data, check_sum) for name, data, check_sum in rows.fetchall()}
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
+
+    def _note(self, name: str, data: object, check_sum: object) -> bytes:
+        if not isinstance(data, bytes) or _note_checksum(name, data) != check_sum:
+            raise IntegrityError(
+                f"{self.path} is damaged: its note {name!r} is not what was committed. Nothing was changed; use a "
+                "copy or a checkpoint",
+                path=str(self.path),
+                key=name,
+                generation=self.generation,
+            )
+        return data
+
     def commit(
-        self, step: int, changed: Iterable[KeyRecord], removed: Iterable[str], on_point: CommitPoint = lambda _: None
+        self,
+        step: int,
+        changed: Iterable[KeyRecord],
+        removed: Iterable[str],
+        on_point: CommitPoint = lambda _: None,
+        *,
+        notes: Mapping[str, bytes] | None = None,
     ) -> None:
         """Make the next generation: all of it, or, when this raises, none of it as far as one can know.
+
+        Args:
+            notes: what the program notes with it, by name; names that are left out keep their last note.
 
         Raises:
             StorageError: the database could not be written to.
@@ -140,6 +176,9 @@ class Manifest:
                 marks = ", ".join("?" * len(row))
                 self._db.execute(f"INSERT OR REPLACE INTO keys ({_COLUMNS}) VALUES ({marks})", row).close()
                 on_point(f"wrote {record.key}")
+            noted = [(name, data, _note_checksum(name, data)) for name, data in (notes or {}).items()]
+            self._db.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", noted).close()
+            on_point("noted")
             values = [(generation, "generation"), (step, "step")]
             self._db.executemany("UPDATE store SET value = ? WHERE name = ?", values).close()
             on_point("before commit")
@@ -194,6 +233,12 @@ class Manifest:
             f"the manifest {self.path} cannot be read: {error}. Nothing was changed; use a copy or a checkpoint",
             path=str(self.path),
         )
+
+
+def _note_checksum(name: str, data: bytes) -> str:
+    hasher = xxhash.xxh3_64(name.encode())
+    hasher.update(data)
+    return hasher.hexdigest()
 
 
 def _row(record: KeyRecord) -> tuple[object, ...]:

@@ -4,6 +4,12 @@ Nothing that a commit refers to is ever overwritten. The first write to bytes of
 extents; `commit` waits for the drives, then notes in one transaction of the manifest where every key lies now, then
 gives the old extents back. Killed before the transaction, a process leaves the old generation; killed after it, the
 new one. Keys need at most twice their space.
+
+A commit takes its snapshot of the keys under the store's lock and waits for the drives without it. Transfers go on
+meanwhile: what the snapshot refers to counts as committed, so that a write during the commit goes elsewhere.
+
+Volatile keys are for what no later process needs. They are overwritten in place, belong to no generation, and are
+gone when the store is opened again.
 """
 
 from __future__ import annotations
@@ -11,14 +17,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.checksums import Checksum
 from storage.drives import Drive, StorageOptions, WrapBackend
-from storage.durable import DurableFolder, open_durable_drive
+from storage.durable import DurableFolder, durable_folder, open_durable_drive
 from storage.errors import IntegrityError, IoTimeoutError, StorageError, WriteError
+from storage.extents import ExtentAllocator
 from storage.filesystems import sync_data
 from storage.manifest import MANIFEST_FILE, CommitPoint, KeyRecord, Manifest
 from storage.ordering import Operation
@@ -47,14 +55,31 @@ class VersionedSpace(Space):
         """Whether no generation refers to a piece."""
         return (piece.extent.drive, piece.extent.offset) in self._fresh
 
-    def forget_fresh(self) -> None:
-        """Every extent in use is referred to by a generation, or may be."""
-        self._fresh.clear()
+    def seal(self, volatile: Sequence[Piece]) -> tuple[frozenset[tuple[int, int]], list[Extent]]:
+        """A commit begins: from now on every extent in use but those of `volatile` may be referred to by a generation.
 
-    def free_retired(self) -> None:
-        """The generation that they belonged to is over."""
+        Returns:
+            The extents that were fresh, as (drive, offset), and those that its success gives back.
+        """
+        kept = self._fresh & {(piece.extent.drive, piece.extent.offset) for piece in volatile}
+        sealed, self._fresh = frozenset(self._fresh - kept), kept
         retired, self.retired = self.retired, []
-        super().free(retired)
+        return sealed, retired
+
+    def free_retired(self, extents: Sequence[Extent]) -> None:
+        """The generation that they belonged to is over."""
+        super().free(extents)
+
+    def go_back(self, committed: Sequence[Piece], volatile: Sequence[Piece]) -> None:
+        """In use is what a generation refers to, and what is volatile; nothing else."""
+        pieces = [*committed, *volatile]
+        for number, drive in enumerate(self.drives):
+            extents = [piece.extent for piece in pieces if piece.extent.drive == number]
+            used = [(extent.offset, extent.nbytes) for extent in extents]
+            drive.file.extents = ExtentAllocator.restore(drive.file.extents.capacity_nbytes, used)
+            self.held_nbytes[number] = sum(extent.nbytes for extent in extents)
+        self._fresh = {(piece.extent.drive, piece.extent.offset) for piece in volatile}
+        self.retired = []
 
     def free(self, extents: Sequence[Extent]) -> None:
         fresh = [extent for extent in extents if (extent.drive, extent.offset) in self._fresh]
@@ -74,6 +99,18 @@ class VersionedSpace(Space):
         super()._split(drive, offset, nbytes)
         if (drive, offset) in self._fresh:
             self._fresh.add((drive, offset + nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What a commit is about to make durable, and what its success gives back."""
+
+    step: int
+    notes: Mapping[str, bytes]
+    records: Sequence[KeyRecord]
+    removed: Sequence[str]
+    fresh: frozenset[tuple[int, int]]
+    retired: Sequence[Extent]
 
 
 class VersionedStore(ShardStore):
@@ -99,6 +136,7 @@ class VersionedStore(ShardStore):
         self._manifest = manifest
         self._on_commit_point = on_commit_point
         self._changed: set[str] = set()
+        self._volatile: set[str] = set()
         self._dtypes: dict[str, str] = {}
         self._gate = threading.RLock()  # keys are made, deleted and committed one at a time
 
@@ -138,21 +176,12 @@ class VersionedStore(ShardStore):
             closing.callback(manifest.close)
             records = manifest.load()
             _check_records(manifest, records, len(paths))
-            used = [
-                [
-                    (one.extent.offset, one.extent.nbytes)
-                    for record in records
-                    for one in record.pieces
-                    if one.extent.drive == n
-                ]
-                for n in range(len(paths))
-            ]
             drives = [
                 open_durable_drive(
                     folder,
                     f"drive{number}-{manifest.identity}.shards",
                     0,
-                    used=used[number],
+                    used=_used(records, number),
                     options=options,
                     wrap_backend=wrap_backend,
                     closing=closing,
@@ -188,25 +217,57 @@ class VersionedStore(ShardStore):
             self._entry(key)
             return self._dtypes.get(key, "")
 
-    def create(self, key: str, nbytes: int, dtype: str = "") -> None:
-        """As in ShardStore; `dtype` is kept for whoever reads the store later."""
+    @property
+    def directory(self) -> Path:
+        """The folder of the manifest."""
+        return self._manifest.path.parent
+
+    def notes(self) -> dict[str, bytes]:
+        """What the last commit noted, by name.
+
+        Raises:
+            IntegrityError: a note is damaged.
+        """
+        with self._gate:
+            return self._manifest.notes()
+
+    def create(self, key: str, nbytes: int, dtype: str = "", *, is_volatile: bool = False) -> None:
+        """As in ShardStore.
+
+        Args:
+            dtype: kept for whoever reads the store later.
+            is_volatile: no commit keeps it, and writes overwrite it in place.
+        """
         with self._gate:
             super().create(key, nbytes)
-            self._dtypes[key] = dtype
-            self._changed.add(key)
+            with self._lock:
+                if is_volatile:
+                    self._volatile.add(key)
+                else:
+                    self._dtypes[key] = dtype
+                    self._changed.add(key)
 
     def delete(self, key: str) -> None:
         """As in ShardStore; the last generation keeps the key until the next commit."""
         with self._gate:
             super().delete(key)
-            self._dtypes.pop(key, None)
-            self._changed.add(key)
+            with self._lock:
+                if key in self._volatile:
+                    self._volatile.discard(key)
+                    return
+                self._dtypes.pop(key, None)
+                self._changed.add(key)
 
-    def commit(self, step: int, timeout_s: float | None = None) -> int:
-        """Make everything that was submitted durable, as one new generation; its number. Other calls wait meanwhile.
+    def commit(self, step: int, timeout_s: float | None = None, *, notes: Mapping[str, bytes] | None = None) -> int:
+        """Make every write that was submitted durable, as one new generation; its number.
+
+        Reads and writes may go on meanwhile; other commits wait, and so do `create` and `delete`.
+
+        Args:
+            notes: what the program notes with it, by name; names that are left out keep their last note.
 
         Raises:
-            IoTimeoutError: transfers did not end in time. Nothing has changed.
+            IoTimeoutError: writes did not end in time. Nothing has changed.
             StorageError: bytes are missing because a write failed, or the manifest cannot be written to. The last
                 generation is intact; what was written since is still there, to be completed and committed again.
             WriteError: a drive did not keep what was written; it has to be written again.
@@ -215,16 +276,48 @@ class VersionedStore(ShardStore):
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._gate:
             while True:
-                if not self.drain(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
-                    raise IoTimeoutError(f"commit of step {step}: {len(self.describe_in_flight())} transfers go on")
                 with self._lock:
                     self._check_open()
-                    if not self._in_flight:
-                        return self._commit(step)
+                    writes = [
+                        operation.ticket
+                        for operation in self._in_flight
+                        if operation.op is Op.WRITE and operation.key not in self._volatile
+                    ]
+                    if not writes:
+                        snapshot = self._snapshot(step, notes or {})
+                        break
+                for ticket in writes:
+                    if not ticket.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
+                        raise IoTimeoutError(f"commit of step {step}: {len(writes)} writes have not ended")
+            self._commit(snapshot)
+            return self._manifest.generation
+
+    def roll_back(self, timeout_s: float | None = None) -> None:
+        """Go back to the last commit: every key is as it was then, what came later is gone. Volatile keys stay.
+
+        Nothing may be submitted meanwhile.
+
+        Raises:
+            IoTimeoutError: transfers did not end in time; nothing has changed.
+            IntegrityError: the manifest cannot be read any more.
+        """
+        with self._gate:
+            if not self.drain(timeout_s):
+                raise IoTimeoutError(f"going back to step {self.step}: transfers go on")
+            records = self._manifest.load()
+            _check_records(self._manifest, records, len(self._drives))
+            with self._lock:
+                self._check_open()
+                self._keys = {key: entry for key, entry in self._keys.items() if key in self._volatile}
+                volatile = [piece for entry in self._keys.values() for piece in entry.pieces]
+                self._space.go_back([piece for record in records for piece in record.pieces], volatile)
+                self._changed, self._dtypes = set(), {}
+                self._restore(records)
 
     # Parts -----------------------------------------------------------------------------------------------------
 
     def _restore(self, records: Sequence[KeyRecord]) -> None:
+        """Take the keys over as a generation has them."""
         for record in records:
             checksums = self._make_checksums(record.key, record.nbytes)
             if checksums is not None and record.states:
@@ -237,31 +330,45 @@ class VersionedStore(ShardStore):
             self._keys[record.key] = StoredKey(record.nbytes, record.pieces, checksums)
             self._dtypes[record.key] = record.dtype
 
-    def _commit(self, step: int) -> int:
+    def _snapshot(self, step: int, notes: Mapping[str, bytes]) -> _Snapshot:
+        """Note what is to be committed; from now on nobody overwrites it. Called under the lock; no write is in flight.
+
+        Raises:
+            StorageError: bytes are missing.
+        """
         for key, entry in self._keys.items():
+            if key in self._volatile:
+                continue
             for start, stop, cause in entry.order.lost:
                 raise StorageError(
                     f"step {step} cannot be committed: the write of {start} to {stop} of {key!r} failed"
                 ) from cause
-        self._on_commit_point("start")
-        self._sync()
-        changed = sorted(self._changed)
+        changed, self._changed = sorted(self._changed), set()
         records = [self._record(key, step) for key in changed if key in self._keys]
+        removed = [key for key in changed if key not in self._keys]
+        sealed, retired = self._space.seal([piece for key in self._volatile for piece in self._keys[key].pieces])
+        return _Snapshot(step, notes, records, removed, sealed, retired)
+
+    def _commit(self, snapshot: _Snapshot) -> None:
+        """Make a snapshot the last generation; if that fails, what it refers to is kept for the next commit."""
         try:
+            self._on_commit_point("start")
+            self._sync(snapshot)
             self._manifest.commit(
-                step, records, [key for key in changed if key not in self._keys], self._on_commit_point
+                snapshot.step, snapshot.records, snapshot.removed, self._on_commit_point, notes=snapshot.notes
             )
         except BaseException:
-            # Whether the transaction reached the disk cannot be known: what it refers to must not be overwritten.
-            self._space.forget_fresh()
+            # Whether the transaction reached the disk cannot be known: what it refers to must not be overwritten, so
+            # it is not fresh any more, and what the generation before refers to is not given back.
+            with self._lock:
+                self._changed |= {record.key for record in snapshot.records} | set(snapshot.removed)
+                self._space.retired = [*snapshot.retired, *self._space.retired]
             raise
-        self._space.forget_fresh()
-        self._changed.clear()
-        self._space.free_retired()
+        with self._lock:
+            self._space.free_retired(snapshot.retired)
         self._on_commit_point("freed")
-        return self._manifest.generation
 
-    def _sync(self) -> None:
+    def _sync(self, snapshot: _Snapshot) -> None:
         for drive in self._drives:
             try:
                 sync_data(drive.file.fd)
@@ -273,15 +380,16 @@ class VersionedStore(ShardStore):
                     path=str(drive.file.path),
                     errno=error.errno,
                 )
-                self._lose_fresh(failure)
+                self._lose(snapshot.fresh, failure)
                 raise failure from error
             self._on_commit_point(f"synced {drive.file.path.name}")
 
-    def _lose_fresh(self, error: WriteError) -> None:
-        for entry in self._keys.values():
-            for piece in entry.pieces:
-                if self._space.is_fresh(piece):
-                    entry.order.note_write(piece.start, piece.stop, error)
+    def _lose(self, extents: frozenset[tuple[int, int]], error: WriteError) -> None:
+        with self._lock:
+            for entry in self._keys.values():
+                for piece in entry.pieces:
+                    if (piece.extent.drive, piece.extent.offset) in extents:
+                        entry.order.note_write(piece.start, piece.stop, error)
 
     def _record(self, key: str, step: int) -> KeyRecord:
         entry = self._keys[key]
@@ -300,7 +408,7 @@ class VersionedStore(ShardStore):
 
     def _plan(self, entry: StoredKey, operation: Operation) -> None:
         super()._plan(entry, operation)
-        if operation.op is Op.WRITE:
+        if operation.op is Op.WRITE and operation.key not in self._volatile:
             self._changed.add(operation.key)
         if entry.checksums is not None and operation.check is not None:
             if operation.op is Op.WRITE:
@@ -308,9 +416,19 @@ class VersionedStore(ShardStore):
             operation.check.generation = entry.checksums.generation
 
 
+def _used(records: Sequence[KeyRecord], drive: int) -> list[tuple[int, int]]:
+    """Spans of a drive, as (offset, nbytes), that keys of a generation take."""
+    return [
+        (one.extent.offset, one.extent.nbytes)
+        for record in records
+        for one in record.pieces
+        if one.extent.drive == drive
+    ]
+
+
 def _open_folder(directory: Path, rank: int, run_name: str, closing: ExitStack) -> DurableFolder:
     try:
-        folder = DurableFolder(directory / f"versioned-rank{rank}", run_name)
+        folder = DurableFolder(durable_folder(directory, rank), run_name)
     except OSError as error:
         raise make_directory_error(directory, error) from error
     closing.callback(folder.close)

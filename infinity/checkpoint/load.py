@@ -19,11 +19,11 @@ from infinity.checkpoint.format import PARAMETER, Index, ParameterEntry, damaged
 from infinity.checkpoint.parts import (
     check_buffers,
     check_files,
-    check_optimizer,
+    check_settings,
     listed,
     load_buffers,
     read_extra,
-    restore_optimizer,
+    restore_settings,
 )
 from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.tensor_file import TensorFileReader
@@ -46,7 +46,7 @@ def load_checkpoint(
     extra = _check(runtime, index, folder, optimizer)
     updates.settle("loading")
     iteration.reset()
-    _refuse_gathered(runtime)
+    refuse_gathered(runtime)
     with updates.replacing(f"loading {folder}"):
         stand_still(runtime)
         with Tiers(runtime) as tiers, _Source(folder, index) as source:
@@ -55,7 +55,7 @@ def load_checkpoint(
         load_buffers(runtime.model, folder)
         go_on(runtime)
     if optimizer is not None:
-        restore_optimizer(index, optimizer)
+        restore_settings(index.optimizer, optimizer)
     restore_rng_state(index.rng)
     return extra
 
@@ -74,7 +74,7 @@ def _check(
     check_buffers(runtime.model, folder, index)
     _check_tensors(folder, index)
     if optimizer is not None:
-        check_optimizer(index, optimizer, runtime.groups)
+        check_settings(index.optimizer, optimizer, runtime.groups)
     return read_extra(folder)
 
 
@@ -131,7 +131,8 @@ def _check_tensors(folder: Path, index: Index) -> None:
                         raise damaged(folder / file, f"{kind} of {name!r} is not what the index says")
 
 
-def _refuse_gathered(runtime: Runtime) -> None:
+def refuse_gathered(runtime: Runtime) -> None:
+    """Refuse to replace parameters that somebody holds."""
     resident = {group.index for group in runtime.resident_groups}
     runtime.gatherer.drop_ahead(runtime.groups)
     held = [group.key for group in runtime.gatherer.gathered() if group.index not in resident]

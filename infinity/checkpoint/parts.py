@@ -54,17 +54,19 @@ def _plain(key: str, value: object) -> object:
     return value
 
 
-def check_optimizer(index: Index, optimizer: torch.optim.Optimizer, groups: Iterable[FlatGroup]) -> None:
-    """Refuse an optimizer whose parameter groups are not those of the checkpoint."""
-    if index.optimizer is None:
+def check_settings(
+    entries: list[OptimizerEntry] | None, optimizer: torch.optim.Optimizer, groups: Iterable[FlatGroup]
+) -> None:
+    """Refuse an optimizer whose parameter groups are not those that were saved."""
+    if entries is None:
         raise CheckpointError("the checkpoint was saved without an optimizer; load it without one")
     present = optimizer_entries(optimizer, groups)
-    if len(present) != len(index.optimizer):
+    if len(present) != len(entries):
         raise CheckpointError(
-            f"the optimizer has {len(present)} parameter groups, the one of the checkpoint {len(index.optimizer)}; "
+            f"the optimizer has {len(present)} parameter groups, the one of the checkpoint {len(entries)}; "
             "build it with the same groups"
         )
-    for number, (now, saved) in enumerate(zip(present, index.optimizer, strict=True)):
+    for number, (now, saved) in enumerate(zip(present, entries, strict=True)):
         different = sorted(set(now.parameters) ^ set(saved.parameters))
         if different:
             raise CheckpointError(
@@ -73,9 +75,9 @@ def check_optimizer(index: Index, optimizer: torch.optim.Optimizer, groups: Iter
             )
 
 
-def restore_optimizer(index: Index, optimizer: torch.optim.Optimizer) -> None:
-    """Give the parameter groups of a checked optimizer the settings of the checkpoint."""
-    for param_group, saved in zip(optimizer.param_groups, index.optimizer or [], strict=True):
+def restore_settings(entries: list[OptimizerEntry] | None, optimizer: torch.optim.Optimizer) -> None:
+    """Give the parameter groups of a checked optimizer the settings that were saved."""
+    for param_group, saved in zip(optimizer.param_groups, entries or [], strict=True):
         for key, value in saved.settings.items():
             present = param_group.get(key)
             if isinstance(present, torch.Tensor):

@@ -64,11 +64,15 @@ class _Swapped:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One tensor of a span; `swapped` is None where it is host memory in place."""
+    """One tensor of a span. `is_in_place`: it is host memory that is the value; else a buffer for what is `swapped`.
+
+    `swapped` is None where the swap files do not hold it.
+    """
 
     kind: str
     tensor: torch.Tensor
     swapped: _Swapped | None = None
+    is_in_place: bool = False
 
 
 class _Carver:
@@ -120,7 +124,7 @@ class Tiers:
         wanted = {"state": is_born, "param": param or (not is_born and "master" in values.state)}
         tickets = []
         for part in values._parts:
-            if part.swapped is not None and wanted[part.kind]:
+            if part.swapped is not None and not part.is_in_place and wanted[part.kind]:
                 at, tag = part.swapped, TrafficTag(part.kind, CHECKPOINT_STEP)
                 tickets.append(
                     self._store.submit_read(at.key, at.memory, offset=at.offset, priority=Priority.DEMAND, tag=tag)
@@ -140,6 +144,7 @@ class Tiers:
     def write(self, values: Values, *, param: bool = True, state: bool = True) -> None:
         """Make the tensors the stored values. Host copies that the read-ahead holds become stale."""
         wanted = {"param": param, "state": state}
+        self._runtime.before_overwrite()
         tickets = []
         for part in values._parts:
             if part.swapped is not None and wanted[part.kind]:
@@ -187,9 +192,11 @@ class Tiers:
 
     def _param(self, span: Span, left: _Carver) -> _Part:
         copy, dtype = self._runtime.copies[span.group.index], span.group.shard_dtype
-        if copy.pinned:
-            return _Part("param", copy.tensor[span.start : span.stop])
         offset = span.start * dtype.itemsize
+        if copy.pinned:
+            memory = copy.memory[offset : span.stop * dtype.itemsize]
+            stored = _Swapped(span.group.key, offset, memory) if copy.is_stored else None
+            return _Part("param", copy.tensor[span.start : span.stop], stored, is_in_place=True)
         return _in_buffer("param", span, dtype, left, span.group.key, offset)
 
     def _state(self, span: Span, record: Record, left: _Carver) -> dict[str, _Part]:
@@ -198,10 +205,12 @@ class Tiers:
         parts = {}
         field_offset = 0
         for number, f in enumerate(record.fields):
-            if in_place is not None:
-                parts[f.name] = _Part("state", in_place[number][first:last])
+            offset = field_offset + first * f.dtype.itemsize
+            if in_place is not None and record.lease is not None:
+                memory = record.lease.memory[offset : offset + span.numel * f.dtype.itemsize]
+                stored = _Swapped(record.key, offset, memory) if record.is_stored else None
+                parts[f.name] = _Part("state", in_place[number][first:last], stored, is_in_place=True)
             else:
-                offset = field_offset + first * f.dtype.itemsize
                 parts[f.name] = _in_buffer("state", span, f.dtype, left, record.key, offset)
             field_offset += record.chunk.numel * f.dtype.itemsize
         return parts

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from infinity.cli.settings import Training
+from infinity.cli.settings import RunSettings
 from infinity.engine import Engine
 from infinity.errors import CheckpointError
 from infinity.optim.adamw import AdamW
@@ -13,19 +14,33 @@ from infinity.optim.adamw import AdamW
 _COMPARED = ("batch", "accumulate", "seed", "data", "clip", "lr")
 
 
-def save(engine: Engine, folder: Path, optimizer: AdamW, training: Training, next_step: int) -> None:
+def position(settings: RunSettings, next_step: int, last_step: int) -> dict[str, Any]:
+    """Where a run stands: what it needs, beside its engine's state, to go on."""
+    config = settings.config
+    return {
+        "next_step": next_step,
+        "last_step": last_step,
+        "training": asdict(settings.training),
+        "preset": settings.options.preset,
+        "budgets": {
+            "device": None if config.device.budget is None else str(config.device.budget),
+            "host": None if config.host.budget is None else str(config.host.budget),
+        },
+    }
+
+
+def save(engine: Engine, folder: Path, optimizer: AdamW, settings: RunSettings, next_step: int) -> None:
     """Save parameters, optimizer state and where the run stands."""
-    extra = {"next_step": next_step, "training": asdict(training)}
-    engine.save(folder, optimizer=optimizer, extra=extra)
+    engine.save(folder, optimizer=optimizer, extra=position(settings, next_step, next_step))
 
 
-def load(engine: Engine, folder: Path, optimizer: AdamW, training: Training) -> tuple[int, list[str]]:
-    """Load a checkpoint of `save`. The settings of this run, such as its learning rate, stay.
+def load(engine: Engine, folder: Path, settings: RunSettings) -> tuple[int, list[str]]:
+    """Load a checkpoint of `save`, or go on with a run. The settings of this run, such as its learning rate, stay.
 
     Returns:
         The number of the next step, and what of the training is different from the saved run's, in words.
     """
-    extra = engine.load(folder)
+    extra = engine.load(folder) if settings.continues is None else engine.restore()
     try:
         next_step = int(extra["next_step"])
         saved = dict(extra["training"])
@@ -33,7 +48,7 @@ def load(engine: Engine, folder: Path, optimizer: AdamW, training: Training) -> 
         raise CheckpointError(
             f"{folder} was not saved by `infinity train`: it does not say which step comes next ({error!r})"
         ) from error
-    now = asdict(training)
+    now = asdict(settings.training)
     changed = [
         f"{name}: saved with {saved.get(name)!r}, now {now[name]!r}"
         for name in _COMPARED

@@ -14,10 +14,14 @@ from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.swap_directories import TEMPORARY_PREFIX
 from storage.cleanup import FoundFolder, find_run_folders, remove_dead
+from storage.resumable import FoundRun, find_durable, remove_durable
 
 
-def clean(directory: Path, report_path: Path | None) -> None:
+def clean(directory: Path, report_path: Path | None, *, resumable: bool = False) -> None:
     """Remove the folders of dead owners in `directory`, and say what was removed and what was left alone.
+
+    Args:
+        resumable: also runs with durable steps, from which a process could go on.
 
     Raises:
         ConfigError: `directory` is not a folder, or the report cannot be written.
@@ -29,13 +33,22 @@ def clean(directory: Path, report_path: Path | None) -> None:
     found, removed = _clean_all([directory, *_temporary_folders(directory)])
     gone = {folder.path for folder in removed}
     left = [folder for folder in found if folder.path not in gone]
+    runs = find_durable(directory)
+    runs_removed = remove_durable(directory, with_resumable=resumable)
+    gone = {run.folder.path for run in runs_removed}
+    runs_left = [run for run in runs if run.folder.path not in gone]
     console = make_console()
-    if not found:
+    if not found and not runs:
         console.print(f"{directory}: no swap folders", markup=False, soft_wrap=True)
     else:
-        console.print(_table(removed, left))
+        table = _table(removed, left)
+        _add_runs(table, runs_removed, runs_left)
+        console.print(table)
     if report_path is not None:
-        report = {"removed": [_to_json(f) for f in removed], "left": [_to_json(f) for f in left]}
+        report = {
+            "removed": [_to_json(f) for f in removed] + [_run_json(run) for run in runs_removed],
+            "left": [_to_json(f) for f in left] + [_run_json(run) for run in runs_left],
+        }
         try:
             report_path.write_text(json.dumps(report, indent=2) + "\n")
         except OSError as error:
@@ -68,6 +81,31 @@ def _table(removed: list[FoundFolder], left: list[FoundFolder]) -> Table:
         why = "left: its owner is running" if folder.is_alive else "left: it does not say who owns it"
         table.add_row(folder.path.name, _owner(folder), format_nbytes(folder.nbytes), why)
     return table
+
+
+def _add_runs(table: Table, removed: list[FoundRun], left: list[FoundRun]) -> None:
+    for run in removed:
+        table.add_row(*_cells(run), f"removed: {_state_of(run)}")
+    for run in left:
+        if run.folder.is_alive:
+            why = "left: its owner is running"
+        else:
+            why = f"left: {_state_of(run)}; continue it with `infinity train --resume`, or remove it with --resumable"
+        table.add_row(*_cells(run), why)
+
+
+def _cells(run: FoundRun) -> tuple[str, str, str]:
+    return run.folder.path.name, _owner(run.folder), format_nbytes(run.folder.nbytes)
+
+
+def _state_of(run: FoundRun) -> str:
+    if run.step is None:
+        return "part of a run whose manifest is not here"
+    return f"run at step {run.step}" if run.is_resumable else "nothing was committed in it"
+
+
+def _run_json(run: FoundRun) -> dict[str, Any]:
+    return _to_json(run.folder) | {"step": run.step}
 
 
 def _owner(folder: FoundFolder) -> str:

@@ -56,8 +56,11 @@ _MODEL, _TRAINING, _MEMORY, _OUTPUT = "Model", "Training", "Memory and disks", "
 @app.command(epilog=_EPILOG)
 def train(
     preset: Annotated[
-        str, typer.Option(help=f"Size of the model: {describe_presets()}.", rich_help_panel=_MODEL)
-    ] = DEFAULT_PRESET,
+        str | None,
+        typer.Option(
+            help=f"Size of the model: {describe_presets()}.", show_default=DEFAULT_PRESET, rich_help_panel=_MODEL
+        ),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Number of blocks.", rich_help_panel=_MODEL)] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Channels.", rich_help_panel=_MODEL)] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.", rich_help_panel=_MODEL)] = None,
@@ -67,11 +70,15 @@ def train(
         typer.Option("--recompute/--no-recompute", help="Recompute activations in backward.", rich_help_panel=_MODEL),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of a batch.", rich_help_panel=_TRAINING)] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches of a step.", rich_help_panel=_TRAINING)] = 1,
+    accumulate: Annotated[
+        int | None,
+        typer.Option(min=1, help="Batches of a step.", show_default="1", rich_help_panel=_TRAINING),
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to run now.", rich_help_panel=_TRAINING)] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Fixes first values and samples.", rich_help_panel=_TRAINING)
-    ] = 0,
+        int | None,
+        typer.Option(min=0, help="Fixes first values and samples.", show_default="0", rich_help_panel=_TRAINING),
+    ] = None,
     lr: Annotated[float | None, typer.Option(min=0, help="Learning rate.", rich_help_panel=_TRAINING)] = None,
     clip: Annotated[
         float | None, typer.Option(help="Largest gradient norm.", rich_help_panel=_TRAINING)
@@ -116,11 +123,18 @@ def train(
     ] = None,
     durability: Annotated[
         str | None,
-        typer.Option(help="none, or checkpoint (what --save writes survives).", rich_help_panel=_OUTPUT),
+        typer.Option(
+            help="What survives a crash: none, checkpoint (what --save writes) or step (every step, in --nvme).",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Save to this folder at the end.", rich_help_panel=_OUTPUT)] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue from this checkpoint folder.", rich_help_panel=_OUTPUT)
+        Path | None,
+        typer.Option(
+            help="Continue from this checkpoint folder, or from the --nvme folder of a run with --durability step.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = None,
     baseline: Annotated[
         bool, typer.Option("--baseline", help="Repeat the run in plain PyTorch and compare.", rich_help_panel=_OUTPUT)
@@ -190,6 +204,9 @@ def clean(
         Path, typer.Argument(help="The folder that --nvme was given, or the temporary one.", show_default=False)
     ],
     json: Annotated[Path | None, typer.Option(help="Write what was removed and left to this file.")] = None,
+    resumable: Annotated[
+        bool, typer.Option("--resumable", help="Remove runs with durable steps too; they are lost then.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Remove swap folders whose owner is dead; one whose owner runs is never touched.
@@ -200,7 +217,7 @@ def clean(
     with reported(debug=debug):
         from infinity.cli.clean import clean as run
 
-        run(directory, json)
+        run(directory, json, resumable=resumable)
 
 
 def main() -> None:

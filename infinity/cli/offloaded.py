@@ -23,6 +23,7 @@ from infinity.cli.records import Counters, StepRecord
 from infinity.cli.report import Measured
 from infinity.cli.settings import RunSettings
 from infinity.cli.tables import preflight
+from infinity.config import Durability
 from infinity.data.text import Text
 from infinity.editing import gathered
 from infinity.engine import Engine, offload
@@ -52,7 +53,8 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
     with empty_init():
         model = Gpt(training.shape, recompute=training.recompute)
     torch.manual_seed(training.seed)
-    with _closed_undisturbed(offload(model, settings.config, init_fn=init_weights)) as engine:
+    made = offload(model, settings.config, init_fn=init_weights, resume=settings.continues is not None)
+    with _closed_undisturbed(made) as engine:
         optimizer = AdamW(
             model.parameters(),
             lr=training.lr,
@@ -63,7 +65,7 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
         display = Display(make_console(), training.steps)
         run = OffloadedRun()
         if options.resume is not None:
-            run.first_step, changed = checkpoints.load(engine, options.resume, optimizer, training)
+            run.first_step, changed = checkpoints.load(engine, options.resume, settings)
             display.say(f"resumed {options.resume}: continuing with step {run.first_step}")
             for change in changed:
                 display.say(f"different from the saved run: {change}")
@@ -82,7 +84,7 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
             _steps(settings, text, engine, model, optimizer, run, display, observer, guard, metrics)
         run.prediction = observer.predict(micro_batches=training.accumulate, recompute=training.recompute)
         if options.save is not None:
-            checkpoints.save(engine, options.save, optimizer, training, run.first_step + len(run.records))
+            checkpoints.save(engine, options.save, optimizer, settings, run.first_step + len(run.records))
             display.say(f"saved to {options.save}")
         run.measured = Measured.of(engine)
         guard.flush()
@@ -109,11 +111,14 @@ def _steps(
     batches = batches_of(training, text)
     device = torch.device("cuda" if training.uses_cuda else "cpu")
     before = _counters(engine)
-    for step in range(run.first_step, run.first_step + training.steps):
+    last_step = run.first_step + training.steps
+    for step in range(run.first_step, last_step):
         started_s = time.perf_counter()
         loss = accumulate_gradients(model, batches, step, training.accumulate, device)
         optimizer.step()
         optimizer.zero_grad()
+        if settings.config.durability is Durability.STEP:
+            engine.note(checkpoints.position(settings, step + 1, last_step))
         seconds = time.perf_counter() - started_s
         observer.step_ended()
         verdict = guard.step_ended()

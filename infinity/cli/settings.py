@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infinity.checkpoint.format import INDEX_FILE
 from infinity.cli.sizing import comfortable_budgets, minima_of
-from infinity.config import Config, DeviceKind, Precision, Schedule
-from infinity.errors import ConfigError
+from infinity.config import Config, DeviceKind, Durability, Precision, Schedule
+from infinity.durable.notes import StoredRun, read_run
+from infinity.errors import CheckpointError, ConfigError
 from infinity.models.gpt import GptShape
-from infinity.models.presets import PRESETS, Preset
+from infinity.models.presets import DEFAULT_PRESET, PRESETS, Preset
+from storage.durable import DURABLE_PREFIX, durable_folder
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
     """The options as given on the command line; None where nothing was given."""
 
-    preset: str
+    preset: str | None = None
     layers: int | None = None
     hidden: int | None = None
     heads: int | None = None
     seq: int | None = None
     batch: int | None = None
-    accumulate: int = 1
+    accumulate: int | None = None
     steps: int | None = None
-    seed: int = 0
+    seed: int | None = None
     lr: float | None = None
     clip: float | None = None
     recompute: bool | None = None
@@ -76,12 +80,18 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """A run, ready to start. `notes` are decisions made for the user, in words."""
+    """A run, ready to start.
+
+    Attributes:
+        notes: decisions made for the user, in words.
+        continues: the run with durable steps that is gone on with, if any.
+    """
 
     options: TrainOptions
     training: Training
     config: Config
     notes: tuple[str, ...] = field(default=())
+    continues: StoredRun | None = None
 
 
 def resolve(options: TrainOptions) -> RunSettings:
@@ -90,12 +100,18 @@ def resolve(options: TrainOptions) -> RunSettings:
     Raises:
         ConfigError: a value is not allowed, or two of them contradict each other.
     """
+    run = find_continued(options.resume)
+    if run is not None:
+        options = continue_with(options, run)
+    options = replace(options, preset=options.preset or DEFAULT_PRESET)
     preset = _preset_of(options)
     shape = _shape_of(options, preset)
     _check_durability(options)
+    accumulate = options.accumulate or 1
     if options.clip is not None and not options.clip > 0:
         raise ConfigError(f"--clip {options.clip}: it must be greater than 0; leave it out not to clip")
     config = _engine_config(options)
+    _check_directories(config)
     config, schedule_note = _choose_schedule(config, options)
     kind = config.device.kind
     if kind is DeviceKind.AUTO:
@@ -103,9 +119,9 @@ def resolve(options: TrainOptions) -> RunSettings:
     training = Training(
         shape=shape,
         batch=options.batch or preset.batch,
-        accumulate=options.accumulate,
+        accumulate=accumulate,
         steps=options.steps or preset.steps,
-        seed=options.seed,
+        seed=options.seed or 0,
         lr=options.lr if options.lr is not None else preset.lr,
         clip=options.clip,
         recompute=preset.recompute if options.recompute is None else options.recompute,
@@ -114,13 +130,14 @@ def resolve(options: TrainOptions) -> RunSettings:
     )
     is_preset = (shape.layers, shape.hidden, shape.seq) == (preset.layers, preset.hidden, preset.seq)
     config, budget_note = _choose_budgets(config, shape, preset if is_preset else None)
-    return RunSettings(options, training, config, (schedule_note, budget_note))
+    return RunSettings(options, training, config, (schedule_note, budget_note), run)
 
 
 def _preset_of(options: TrainOptions) -> Preset:
-    if options.preset not in PRESETS:
+    preset = PRESETS.get(options.preset or "")
+    if preset is None:
         raise ConfigError(f"--preset {options.preset}: unknown; allowed: {', '.join(PRESETS)}")
-    return PRESETS[options.preset]
+    return preset
 
 
 def _shape_of(options: TrainOptions, preset: Preset) -> GptShape:
@@ -137,16 +154,18 @@ def _default_heads(hidden: int) -> int:
 
 
 def _check_durability(options: TrainOptions) -> None:
-    if options.durability == "step":
-        raise ConfigError(
-            "--durability step: not available in this version; allowed: 'none', 'checkpoint' (with --save DIR)"
-        )
-    if options.durability not in (None, "none", "checkpoint"):
-        raise ConfigError(f"--durability {options.durability}: unknown; allowed: 'none', 'checkpoint'")
+    if options.durability not in (None, *Durability):
+        allowed = ", ".join(repr(member.value) for member in Durability)
+        raise ConfigError(f"--durability {options.durability}: unknown; allowed: {allowed}")
     if options.durability == "checkpoint" and options.save is None:
         raise ConfigError("--durability checkpoint needs a folder to save to; add --save DIR")
     if options.durability == "none" and options.save is not None:
         raise ConfigError("--durability none contradicts --save; leave one of them out")
+
+
+def _check_directories(config: Config) -> None:
+    if config.durability is Durability.STEP and config.nvme.paths is None:
+        raise ConfigError("--durability step keeps the run in its swap folders; say where: add --nvme DIR")
 
 
 def _engine_config(options: TrainOptions) -> Config:
@@ -156,6 +175,8 @@ def _engine_config(options: TrainOptions) -> Config:
         changes["precision"] = options.precision
     if options.schedule is not None:
         changes["schedule"] = options.schedule
+    if options.durability is not None:
+        changes["durability"] = options.durability
     sections: dict[str, dict[str, object]] = {
         "device": {"kind": options.device, "budget": options.device_budget},
         "host": {"budget": options.host_budget},
@@ -175,7 +196,8 @@ def _engine_config(options: TrainOptions) -> Config:
 
 
 def _choose_schedule(config: Config, options: TrainOptions) -> tuple[Config, str]:
-    needs_all = [name for name, used in (("--accumulate", options.accumulate > 1), ("--clip", options.clip)) if used]
+    accumulates = (options.accumulate or 1) > 1
+    needs_all = [name for name, used in (("--accumulate", accumulates), ("--clip", options.clip)) if used]
     if config.schedule is Schedule.OVERLAPPED and needs_all:
         raise ConfigError(
             f"schedule 'overlapped' contradicts {' and '.join(needs_all)}: it updates each unit as soon as its "
@@ -185,6 +207,8 @@ def _choose_schedule(config: Config, options: TrainOptions) -> tuple[Config, str
         return config, f"schedule: {config.schedule.value} (asked for)"
     if needs_all:
         reason = f"{' and '.join(needs_all)} need all gradients before the first update"
+        if config.durability is Durability.STEP:
+            return config.with_(schedule=Schedule.SYNCHRONOUS), f"schedule: synchronous (auto: {reason})"
         return config, f"schedule: auto ({reason}: deferred where host memory holds them, else synchronous)"
     reason = "auto: neither accumulation nor clipping, so units are updated during backward"
     return config.with_(schedule=Schedule.OVERLAPPED), f"schedule: overlapped ({reason})"
@@ -207,6 +231,54 @@ def _choose_budgets(config: Config, shape: GptShape, preset: Preset | None) -> t
     if config.host.budget is None:
         changes["host"] = {"budget": host}
     return config.with_(**changes), f"budgets: {source}" + ("" if len(changes) == 2 else ", where none was given")
+
+
+def find_continued(folder: Path | None) -> StoredRun | None:
+    """The run with durable steps in a folder of `--nvme`; None where a checkpoint lies, or nothing.
+
+    Raises:
+        ConfigError: the folder is not the first one of its run.
+        CheckpointError, IntegrityError: the run cannot be read.
+    """
+    if folder is None or (folder / INDEX_FILE).exists():
+        return None
+    inside = folder if folder.name.startswith(DURABLE_PREFIX) else durable_folder(folder)
+    run = read_run(inside)
+    if run is None and inside.is_dir():
+        raise ConfigError(
+            f"--resume {folder}: no step was ever committed there, or it is not the first of several --nvme folders of "
+            "its run; give the first"
+        )
+    return run
+
+
+def continue_with(options: TrainOptions, run: StoredRun) -> TrainOptions:
+    """Options for going on with a run: what is not given is as it was.
+
+    Raises:
+        CheckpointError: the run is not one of `infinity train`.
+    """
+    try:
+        was = dict(run.extra["training"])
+        shape, budgets = dict(was["shape"]), dict(run.extra["budgets"])
+        left = int(run.extra["last_step"]) - int(run.extra["next_step"])
+        if options.preset is None:
+            options = replace(options, preset=run.extra["preset"], **_missing(options, shape))
+        settings = {name: was[name] for name in ("batch", "accumulate", "seed", "lr", "clip", "recompute")}
+        settings |= {"precision": run.layout.precision, "durability": Durability.STEP.value}
+        settings |= {"device_budget": budgets["device"], "host_budget": budgets["host"]}
+        settings |= {"data": tuple(map(Path, was["data"])), "nvme": tuple(map(Path, run.layout.directories))}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the run in {run.path} was not made by `infinity train` ({error!r})") from error
+    settings["steps"] = left if left > 0 else None
+    if options.config is not None:
+        del settings["precision"], settings["device_budget"], settings["host_budget"]
+    return replace(options, **_missing(options, settings))
+
+
+def _missing(options: TrainOptions, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the values that were not given as options."""
+    return {name: value for name, value in values.items() if getattr(options, name) in (None, ())}
 
 
 def with_steps(training: Training, steps: int) -> Training:

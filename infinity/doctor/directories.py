@@ -14,6 +14,7 @@ from storage.backends.probe import Capabilities, probe_folder
 from storage.cleanup import find_run_folders
 from storage.errors import StorageError
 from storage.filesystems import FileSystem, Kind
+from storage.resumable import find_durable
 from storage.statx import direct_alignment
 from storage.swapfile import RunFolder
 
@@ -126,10 +127,19 @@ def check_stale_folders(directory: Path) -> Check:
     subject = str(directory)
     try:
         dead = [folder for folder in find_run_folders(directory) if not folder.is_alive]
+        runs = [run for run in find_durable(directory) if not run.folder.is_alive]
     except OSError as error:
         return Check("stale swap", Status.NOTE, f"the directory cannot be listed: {error.strerror}", "", subject)
     nbytes = sum(folder.nbytes for folder in dead)
-    data = {"folders": [str(folder.path) for folder in dead], "bytes": nbytes}
+    data = {
+        "folders": [str(folder.path) for folder in dead],
+        "bytes": nbytes,
+        "runs": [{"path": str(run.folder.path), "step": run.step, "bytes": run.folder.nbytes} for run in runs],
+    }
+    if not dead and runs:
+        found = ", ".join(f"a run at step {run.step} ({format_nbytes(run.folder.nbytes)})" for run in runs)
+        fix = f"infinity train --resume {shlex.quote(subject)}    # or: infinity clean --resumable"
+        return Check("stale swap", Status.NOTE, found, fix, subject, data)
     if not dead:
         return Check("stale swap", Status.OK, "no folders of dead processes", "", subject, data)
     found = f"{len(dead)} folder{'s' if len(dead) > 1 else ''} of dead processes, {format_nbytes(nbytes)}"

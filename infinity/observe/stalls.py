@@ -29,6 +29,7 @@ class StallCause(StrEnum):
     GRADIENT_SPACE = "gradient_space"
     GRADIENT_READ = "gradient_read"
     LINK = "link"
+    COMMIT = "commit"  # the step before is not committed yet, and its bytes are about to be overwritten
     RANKS = "ranks"  # other ranks are not there yet, or their bytes are on the way
 
 

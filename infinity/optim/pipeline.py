@@ -253,12 +253,11 @@ class UpdatePipeline:
     def _write(self, update: GroupUpdate, record: Record, buffers: _ChunkBuffers) -> Ticket:
         store, chunk, group = self._store, record.chunk, update.state.group
         tickets = []
-        if store is not None and buffers.has_record:
+        if store is not None and record.is_stored:
             tag = TrafficTag("state", update.step)
-            tickets.append(
-                store.submit_write(record.key, buffers.record, tag=tag, payload_nbytes=record.payload_nbytes)
-            )
-        if store is not None and not update.copy.pinned:
+            memory = record.lease.memory if record.lease is not None else buffers.record
+            tickets.append(store.submit_write(record.key, memory, tag=tag, payload_nbytes=record.payload_nbytes))
+        if store is not None and update.copy.is_stored:
             size = group.shard_dtype.itemsize
             place = group.in_shard(chunk)
             memory = buffers.param if buffers.has_param else update.copy.memory[place.start * size : place.stop * size]

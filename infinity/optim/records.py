@@ -31,13 +31,22 @@ def record_payload_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """The state of one chunk. `lease` is set when it is placed in host memory for good; else it lies under `key`."""
+    """The state of one chunk. `lease` is set when it is placed in host memory for good; else it lies under `key`.
+
+    With durable steps (`is_durable`) it lies there in any case.
+    """
 
     key: str
     chunk: Chunk
     fields: tuple[StateField, ...]
     lease: Lease | None = None
     is_initialised: bool = False
+    is_durable: bool = False
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the swap files hold it."""
+        return self.nbytes > 0 and (self.lease is None or self.is_durable)
 
     @property
     def nbytes(self) -> int:

@@ -31,6 +31,11 @@ def take_optimizer(runtime: Runtime, kind: OptimizerKind) -> None:
             f"this optimizer keeps {needed} bytes of state per parameter, but the engine was planned for "
             f"{planned} (Config.optimizer is {runtime.config.optimizer.value!r}); offload with optimizer={kind.value!r}"
         )
+    if runtime.placement.is_durable:
+        raise ConfigError(
+            f"with durability='step' the swap files are laid out for {runtime.optimizer.value!r}; offload with "
+            f"infinity.Config(optimizer={kind.value!r})"
+        )
     if any(record.is_initialised for state in runtime.states.values() for record in state.records):
         raise ConfigError(
             f"there is optimizer state of {runtime.optimizer.value!r} already, which {kind.value!r} cannot use; build "

@@ -40,6 +40,8 @@ class Plan:
         rows = [PlanRow("device", t.name, t.nbytes, t.why) for t in placement.device]
         rows += [PlanRow("host", t.name, t.nbytes, t.why) for t in placement.host if t.nbytes]
         why = "swap files: parameter shards, optimizer records, spilled gradients"
+        if placement.is_durable:
+            why += "; what trains twice, so that the step before is there until a step is committed"
         rows.append(PlanRow("nvme", "swap", placement.nvme_nbytes, why))
         return rows
 

@@ -89,8 +89,11 @@ def expected_step_traffic(
             else:  # updates and trades its own span, and is given the others
                 traffic.param.add(group, group.param_span, size, reads=forward + backward, writes=writes)
                 traffic.param.add(group, group.state_span, size, reads=2 * update)
-        if group.trainable and group.index not in placement.pinned_states:
-            traffic.state.add(group, group.state_span, state_size, reads=int(not is_first), writes=1)
+        elif placement.is_durable:
+            traffic.param.add(group, group.param_span, size, writes=int(group.trainable))
+        if group.trainable and placement.stores_state(group.index):
+            is_read = not is_first and group.index not in placement.pinned_states
+            traffic.state.add(group, group.state_span, state_size, reads=int(is_read), writes=1)
         if group.index in placement.spilled_gradients:
             size = GRAD_DTYPE.itemsize
             traffic.grad.add(group, group.grad_span, size, reads=micro_batches - 1, writes=micro_batches)

@@ -1,0 +1,150 @@
+"""Going back to the last commit: at the start of a process that continues a run, and after a step was lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.load import go_on, refuse_gathered, stand_still
+from infinity.checkpoint.parts import check_settings, persistent_buffers, restore_settings
+from infinity.checkpoint.rng import restore_rng_state
+from infinity.checkpoint.tiers import CHECKPOINT_STEP
+from infinity.config import Config, Durability
+from infinity.durable.journal import Journal, layout_of
+from infinity.durable.notes import StoredRun, read_run, refuse_other_layout
+from infinity.errors import CheckpointError, ConfigError
+from infinity.iteration import Iteration
+from infinity.observe.stalls import StallCause
+from infinity.residency import CopyState
+from infinity.runtime import Runtime
+from infinity.updates import Updates
+from storage.durable import durable_folder
+from storage.types import Priority, Ticket, TrafficTag
+
+
+def restore_shards(runtime: Runtime, run: StoredRun) -> None:
+    """Make the committed state of a run the engine's: counts, and what is in host memory for good.
+
+    What is read while training stays in the swap files, where it is. Nothing may be in flight, and no copy held that
+    is not there for good.
+
+    Raises:
+        CheckpointError: it is of another model.
+        StorageError: it cannot be read.
+    """
+    refuse_other_layout(run, layout_of(runtime))
+    tickets = [*_restore_states(runtime, run), *_restore_copies(runtime)]
+    for ticket in tickets:
+        runtime.stalls.settle(ticket, StallCause.NVME_READ)
+    for ticket in tickets:
+        ticket.result()
+    _restore_buffers(runtime, run)
+
+
+def _restore_states(runtime: Runtime, run: StoredRun) -> Iterable[Ticket]:
+    for index, state in runtime.states.items():
+        key = runtime.groups[index].key
+        state.steps[:] = run.state.counts[key]
+        for record, is_initialised in zip(state.records, run.state.initialised[key], strict=True):
+            record.is_initialised = is_initialised
+            if record.lease is not None and is_initialised:
+                yield _read(runtime, record.key, record.lease.memory, "state")
+
+
+def _restore_copies(runtime: Runtime) -> Iterable[Ticket]:
+    for copy in runtime.copies:
+        copy.lost_update = None
+        copy.update = Ticket.completed(copy.group.key)
+        if not copy.pinned:
+            continue
+        if copy.state is CopyState.FAILED:
+            copy.drop()
+        if copy.state is CopyState.ABSENT:
+            copy.begin_read(runtime.pool.lease(copy.group.shard_nbytes, copy.group.key), None, copy.update)
+            copy.landed()
+        yield _read(runtime, copy.group.key, copy.memory, "param")
+
+
+def _read(runtime: Runtime, key: str, memory: memoryview, kind: str) -> Ticket:
+    if runtime.store is None:
+        raise RuntimeError("a durable run lies in a swap file, but there is none")
+    return runtime.store.submit_read(key, memory, priority=Priority.DEMAND, tag=TrafficTag(kind, CHECKPOINT_STEP))
+
+
+def _restore_buffers(runtime: Runtime, run: StoredRun) -> None:
+    buffers = persistent_buffers(runtime.model)
+    found = {name: (buffer.dtype, buffer.shape) for name, buffer in run.buffers.items()}
+    if {name: (buffer.dtype, buffer.shape) for name, buffer in buffers.items()} != found:
+        raise CheckpointError(
+            f"the buffers of the run in {run.path} are not those of this model; build the model it was started with"
+        )
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(run.buffers[name])
+
+
+def find_run(config: Config, *, resume: bool) -> StoredRun | None:
+    """The run that an engine is to continue; None for a new one.
+
+    Raises:
+        ConfigError: the settings do not fit, or a run is there that would be overwritten.
+        CheckpointError: there is nothing to continue.
+    """
+    paths = config.nvme.paths
+    if config.durability is not Durability.STEP:
+        if resume:
+            raise ConfigError("resume=True continues a run with durability='step'; for a checkpoint: engine.load()")
+        return None
+    if paths is None:
+        raise ConfigError("durability='step' keeps the state in nvme.paths: give it directories, one per drive")
+    folder = durable_folder(paths[0])
+    run = read_run(folder)
+    if run is None and resume:
+        raise CheckpointError(
+            f"there is no run to resume in {paths[0]}: no step was ever committed there. Give the directories of the "
+            "run in the order in which it had them"
+        )
+    if run is not None and not resume:
+        raise ConfigError(
+            f"{folder} holds a run at step {run.step}, which would be lost. Continue it (resume=True, `infinity train "
+            f"--resume {paths[0]}`), choose another directory, or remove it (`infinity clean --resumable {paths[0]}`)"
+        )
+    return run
+
+
+def restore(
+    runtime: Runtime,
+    updates: Updates,
+    iteration: Iteration,
+    journal: Journal,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[str, Any]:
+    """Go back to the last commit; see `Engine.restore`."""
+    committer = runtime.committer
+    if committer is None:
+        raise ConfigError("the steps of this engine are not durable")
+    committer.settle()
+    for update in runtime.in_flight:
+        runtime.stalls.settle(update.written, StallCause.NVME_WRITE)
+    runtime.in_flight.clear()
+    store = committer.store
+    run = StoredRun.parse(store.directory, store.step, store.notes())
+    has_settings = run.state.optimizer is not None  # not before the first step
+    if optimizer is not None and has_settings:
+        check_settings(run.state.optimizer, optimizer, runtime.groups)
+    iteration.reset()
+    refuse_gathered(runtime)
+    with updates.restoring(f"going back to step {run.step}"):
+        stand_still(runtime)
+        store.roll_back(runtime.config.nvme.io_timeout_s)
+        committer.recover()
+        restore_shards(runtime, run)
+        go_on(runtime)
+    journal.continue_from(run)
+    if run.step or run.state.is_noted:  # see [Note: random numbers of a commit]
+        restore_rng_state(run.state.rng)
+    if optimizer is not None and has_settings:
+        restore_settings(run.state.optimizer, optimizer)
+    return run.extra

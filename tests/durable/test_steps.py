@@ -1,0 +1,80 @@
+"""`durability="step"`: every finished step is found by the process that comes after, whatever ended this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from storage.versioned import VersionedStore
+from tests.conftest import small_config
+from tests.resume import CASES, Run
+from tests.storage.versions import check_extents
+from tests.zoo import Net, build
+
+BUDGETS = ("300KiB", "600KiB", "16MiB")
+
+
+def durable(folder: Path, **settings: Any) -> infinity.Config:
+    return small_config(folder, durability="step", **settings)
+
+
+def run_in(folder: Path, *, resume: bool = False, **settings: Any) -> Run:
+    config = durable(folder, **settings)
+    return Run(lambda model: infinity.offload(model, config, resume=resume))
+
+
+def store_of(engine: infinity.Engine) -> VersionedStore:
+    store = engine._runtime.store
+    assert isinstance(store, VersionedStore)
+    return store
+
+
+def check_space(engine: infinity.Engine) -> None:
+    """With nothing under way no extent is shared or leaked."""
+    engine.metrics()
+    engine._runtime.before_overwrite()
+    check_extents(store_of(engine))
+
+
+@pytest.mark.parametrize("budget", [BUDGETS[0], pytest.param(BUDGETS[1], marks=pytest.mark.slow), BUDGETS[2]])
+@pytest.mark.parametrize(("precision", "schedule"), CASES)
+def test_a_continued_run_is_the_uninterrupted_one(tmp_path: Path, precision: str, schedule: str, budget: str) -> None:
+    settings = {"precision": precision, "schedule": schedule, "host": {"budget": budget}}
+    whole = Run(lambda model: infinity.offload(model, small_config(tmp_path, **settings)))
+    losses, expected = whole.train(0, 5), whole.summary()
+    whole.engine.close()
+    first = run_in(tmp_path, **settings)
+    found = first.train(0, 2)
+    note(first)
+    first.engine.close()
+    for start, stop in ((2, 3), (3, 5)):
+        rest = run_in(tmp_path, resume=True, **settings)
+        assert rest.engine.committed_step == start
+        rest.scheduler.load_state_dict(rest.engine.restore(optimizer=rest.optimizer)["scheduler"])
+        found += rest.train(start, stop)
+        check_space(rest.engine)
+        if stop == 5:
+            assert rest.summary() == expected
+        note(rest)
+        rest.engine.close()
+    assert found == losses
+
+
+def note(run: Run) -> None:
+    run.engine.note({"scheduler": run.scheduler.state_dict()})
+
+
+def test_a_schedule_that_leaves_updates_for_later_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(infinity.ConfigError, match="schedule='deferred' contradicts durability='step'"):
+        infinity.offload(build(Net), durable(tmp_path, schedule="deferred"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_optimizer_than_the_planned_one(tmp_path: Path) -> None:
+    """Its records would lie elsewhere than a resumed run looks for them."""
+    model = build(Net)
+    with infinity.offload(model, durable(tmp_path)), pytest.raises(infinity.ConfigError, match="optimizer='sgd'"):
+        infinity.SGD(model.parameters(), lr=0.1)
