@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
-from infinity.errors import NotGatheredError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.layout import Chunk
@@ -15,6 +14,7 @@ from infinity.observe.stalls import StallCause
 from infinity.optim.records import Record
 from infinity.order import Phase
 from infinity.runtime import Runtime
+from infinity.views import Views
 from storage.pool import Lease
 from storage.types import Priority, TrafficTag
 
@@ -25,25 +25,27 @@ class ParameterAccess:
     def __init__(self, runtime: Runtime, on_change: Callable[[], None]) -> None:
         self._runtime = runtime
         self._on_change = on_change
+        self._views = Views(runtime.groups)
 
     @contextmanager
     def hold(self, groups: list[FlatGroup]) -> Iterator[None]:
         """Hold groups gathered for the length of a block."""
         gatherer = self._runtime.gatherer
+        gatherer.release_unviewed()
         hold = UserHold()
         held: list[FlatGroup] = []
         try:
             for group in groups:
                 gatherer.gather(group, hold, Phase.FORWARD)
                 held.append(group)
-            with _guarded_graphs(held):
+            with self._views.guarded_graphs():
                 yield
             for group in held:
                 group.refuse_replaced()
                 self.accept(group)
         finally:
             for group in held:
-                gatherer.release(group, hold)
+                gatherer.release_when_unviewed(group, hold, self._views)
 
     def accept(self, group: FlatGroup) -> None:
         """Write a gathered group back if somebody changed it in place."""
@@ -120,38 +122,6 @@ class ParameterAccess:
 
     def _tag(self, kind: str) -> TrafficTag:
         return TrafficTag(f"{kind}_edit", self._runtime.step)
-
-
-@contextmanager
-def _guarded_graphs(groups: Sequence[FlatGroup]) -> Iterator[None]:
-    """What is computed with parameters inside a block may be differentiated only while they are there.
-
-    Reading freed memory ends the process, so every saved tensor that lies in a flat buffer is looked at before it is
-    used. With hooks torch leaves out its own check for in-place changes, which is made here instead.
-    """
-    buffers = {group.flat.untyped_storage()._cdata: group for group in groups}
-
-    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return tensor, tensor._version
-
-    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-        tensor, version = saved
-        storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-        group = buffers.get(storage._cdata) if storage is not None else None
-        if storage is not None and group is not None and storage.nbytes() == 0:
-            raise NotGatheredError(
-                f"a backward needs parameters of {group.key} that were used inside `infinity.gathered(...)`, which is "
-                "over. Run the backward inside the block too"
-            )
-        if tensor._version != version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that is needed for backward was changed in place: it is at "
-                f"version {tensor._version}, version {version} was saved"
-            )
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

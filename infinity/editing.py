@@ -20,9 +20,9 @@ def gathered(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Itera
     What was changed is written back at the end; what was only read is not. In bf16 a changed element becomes exactly
     its bf16 value, as after `model.to(torch.bfloat16)`. If the block ends with an exception nothing is written back.
 
-    Tensors taken inside lie in memory that the end of the block gives back: keep a clone, not the tensor or a view of
-    it, which must not be read afterwards (`state_dict()` makes its own copies). Edits through `.data` go unnoticed;
-    edit under `torch.no_grad()`.
+    A parameter kept after the block refuses to be read, as any other. A view of one (`p.detach()`, `p[0]`) shows the
+    present values as long as it lives and keeps the device memory of its unit: keep a clone instead. Edits through
+    `.data` go unnoticed; edit under `torch.no_grad()`.
 
     Args:
         target: a module (all its parameters), a parameter, or several parameters.

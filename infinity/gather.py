@@ -9,6 +9,7 @@ device thread, which counts as the same: one of them waits while the other runs)
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from enum import Enum
 
@@ -25,6 +26,7 @@ from infinity.order import Phase
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.torch_compat import increment_version, preserve_version_counter
+from infinity.views import Views
 
 
 class GatherState(Enum):
@@ -83,6 +85,7 @@ class Gatherer:
         self._io = io
         self._stalls = stalls
         self._gatherings = [_Gathering(group) for group in groups]
+        self._viewed: dict[UserHold, tuple[FlatGroup, Views]] = {}
         self.gathers = 0
         self.waits = {"ready": 0, "in_flight": 0, "demand": 0}
 
@@ -134,11 +137,34 @@ class Gatherer:
         if not gathering.users and gathering.state is GatherState.GATHERED:
             self._free(gathering)
 
+    def release_when_unviewed(self, group: FlatGroup, user: UserHold, views: Views) -> None:
+        """`user` needs the group no more, but tensors over its memory may be left: it stays until they are gone.
+
+        Until then it is what it was inside the block: the tensors show the present values, and edits count.
+        """
+        if views.are_alive(group):
+            gathering = self._gatherings[group.index]
+            gathering.users.discard(user)
+            keeper = UserHold()
+            gathering.users.add(keeper)
+            self._viewed[keeper] = group, views
+        else:
+            self.release(group, user)
+
+    def release_unviewed(self) -> bool:
+        """Release groups that only tensors kept after a `gathered()` block held, if those are gone. Whether any was."""
+        gone = [keeper for keeper, (group, views) in self._viewed.items() if not views.are_alive(group)]
+        for keeper in gone:
+            group, _ = self._viewed.pop(keeper)
+            self.release(group, keeper)
+        return bool(gone)
+
     def release_all(self) -> None:
         """Release every group that the iteration used; what a `UserHold` holds stays.
 
         What was uploaded ahead for a coming access stays too.
         """
+        self.release_unviewed()
         for gathering in self._gatherings:
             gathering.users = {user for user in gathering.users if isinstance(user, UserHold)}
             if not gathering.users and gathering.state is GatherState.GATHERED:
@@ -151,7 +177,11 @@ class Gatherer:
                 self._free(gathering)
 
     def close(self) -> None:
-        """Free everything, whoever holds it."""
+        """Free everything, whoever holds it; only memory that tensors outside still show lives as long as they do."""
+        self.release_unviewed()
+        for group, _ in self._viewed.values():
+            self._leave(self._gatherings[group.index])
+        self._viewed.clear()
         for gathering in self._gatherings:
             gathering.users.clear()
             if gathering.state is not GatherState.RELEASED:
@@ -289,16 +319,26 @@ class Gatherer:
         while True:
             try:
                 return self._device.allocate(nbytes, owner)
-            except DeviceOutOfMemoryError:
-                if not (self._retire_gradient() or self.free_ahead()):
-                    raise
+            except DeviceOutOfMemoryError as error:
+                if self._retire_gradient() or self.free_ahead():
+                    continue
+                if self._viewed:
+                    keys = ", ".join(sorted({viewed.key for viewed, _ in self._viewed.values()}))
+                    raise DeviceOutOfMemoryError(
+                        f"{error}. Tensors taken inside `infinity.gathered(...)` are still in use and keep the memory "
+                        f"of {keys}: keep a clone instead, or delete them"
+                    ) from error
+                raise
 
     def free_ahead(self) -> bool:
-        """Free one group that was only uploaded ahead. False when there is none."""
+        """Free one group that was only uploaded ahead, or that nobody looks at any more. False when there is none."""
         ahead = [g for g in self._gatherings if g.state is GatherState.UPLOADING and not g.users]
         if ahead:
             self._free(ahead[-1])
-        return bool(ahead)
+        if ahead or not self._viewed:
+            return bool(ahead)
+        gc.collect()  # the frames of an exception hold its tensors until somebody looks for cycles
+        return self.release_unviewed()
 
     def _free(self, gathering: _Gathering) -> None:
         if gathering.fence is not None:
@@ -306,6 +346,14 @@ class Gatherer:
             gathering.fence = None
         gathering.group.show_released()
         self._let_go(gathering)
+
+    def _leave(self, gathering: _Gathering) -> None:
+        """The engine forgets a group's device memory, which goes when the last tensor over it does."""
+        gathering.group.show_released()
+        if gathering.block is not None:
+            self._device.free(gathering.block)
+            gathering.block = None
+        gathering.state = GatherState.RELEASED
 
     def _let_go(self, gathering: _Gathering) -> None:
         """Give back what device memory the group has."""

@@ -19,7 +19,15 @@ from torch import nn
 
 from infinity.errors import UnsupportedModelError
 from infinity.layout import Chunk, FlatLayout, FlatSpan, Sharding
-from infinity.released import Access, OffloadedParameter, ParameterRef, ReleasedParameter, become
+from infinity.released import (
+    Access,
+    OffloadedParameter,
+    ParameterRef,
+    ReleasedParameter,
+    become,
+    mark_freed,
+    mark_present,
+)
 from infinity.units import Owned, Owners
 
 ALONE = Sharding()
@@ -97,6 +105,7 @@ class FlatGroup:
             # Views can only be made of memory that is there; the pages are given back before anything touches them.
             self.flat = torch.empty(self.layout.numel, dtype=self.compute_dtype, device=device)
             self.parameters = tuple(self._make_parameter(number, access) for number in range(len(self.layout.slots)))
+            mark_freed(self.parameters)
             self.flat.untyped_storage().resize_(0)
         self.stand_ins = tuple(
             ReleasedParameter(p.ref, slot.shape, self.compute_dtype, self.flat.device, self.trainable)
@@ -128,11 +137,13 @@ class FlatGroup:
         self.stand_ins = tuple(stand_ins)
 
     def show_released(self) -> None:
-        """Let the modules hold the refusing stand-ins."""
+        """Let the modules hold the refusing stand-ins; whoever kept a parameter finds it refusing too."""
+        mark_freed(self.parameters)
         self._show(self.stand_ins)
 
     def show_gathered(self) -> None:
         """Let the modules hold the real parameters."""
+        mark_present(self.parameters)
         self._show(self.parameters)
 
     def _show(self, parameters: Sequence[torch.Tensor]) -> None:

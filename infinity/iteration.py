@@ -32,7 +32,15 @@ from infinity.lending import Lending
 from infinity.lockstep import Want
 from infinity.occupancy import Occupancy
 from infinity.order import Access, Mode, Phase
-from infinity.released import ReleasedParameter, fresh_grad, set_fresh_grad
+from infinity.released import (
+    OffloadedParameter,
+    fresh_grad,
+    is_released,
+    mark_freed,
+    mark_present,
+    real,
+    set_fresh_grad,
+)
 from infinity.runs import OpenRuns, Run
 from infinity.runtime import Runtime
 from infinity.updates import Updates
@@ -88,6 +96,7 @@ class Iteration:
         for group in runtime.resident_groups:  # nothing gathers them, where the others are looked at
             group.refuse_replaced()
         self._is_in_forward = True
+        runtime.gatherer.release_unviewed()  # now: what this forward saves for its backward cannot be told from views
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
         self._updates.warn_without_optimizer()
         if self._journal is not None:
@@ -230,10 +239,9 @@ class Iteration:
 
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation touches released parameters: gather them inside a forward or backward, refuse outside."""
-        used = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ReleasedParameter)]
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if is_released(leaf)]
         if func in _DIFFERENTIATE:  # asks for gradients; units are gathered as their backward comes
-            real_args, real_kwargs = tree_map(_real, (tuple(args), kwargs))
-            return func(*real_args, **real_kwargs)
+            return self._differentiate(func, args, kwargs, [real(leaf) for leaf in used])
         if not self._occupancy.is_inside and not in_backward():
             if func in CONVERSIONS:
                 return keep_or_refuse(func, used[0], args, kwargs)
@@ -244,8 +252,19 @@ class Iteration:
             )
         groups = list({leaf.ref.group.index: leaf.ref.group for leaf in used}.values())
         self._gather_on_use(groups)
-        real_args, real_kwargs = tree_map(_real, (tuple(args), kwargs))
+        real_args, real_kwargs = tree_map(real, (tuple(args), kwargs))
         return func(*real_args, **real_kwargs)
+
+    def _differentiate(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], asked: Sequence[OffloadedParameter]
+    ) -> Any:
+        """Run `torch.autograd.grad` and its like with respect to parameters that need not be there."""
+        real_args, real_kwargs = tree_map(real, (tuple(args), kwargs))
+        mark_present(asked)  # to torch they are leaves of the graph like any others
+        try:
+            return func(*real_args, **real_kwargs)
+        finally:
+            mark_freed(p for p in asked if not self._runtime.gatherer.is_gathered(p.ref.group))
 
     def _gather_on_use(self, groups: Iterable[FlatGroup]) -> None:
         phase = Phase.BACKWARD if in_backward() else Phase.FORWARD
@@ -357,7 +376,3 @@ def _refuse_create_graph() -> None:
             "a backward with create_graph=True (double backward, gradient penalties) through an offloaded module is "
             "not supported: the parameters it needs again would be gone by then"
         )
-
-
-def _real(value: Any) -> Any:
-    return value.ref.group.parameters[value.ref.slot] if isinstance(value, ReleasedParameter) else value

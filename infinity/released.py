@@ -10,14 +10,18 @@ Reading a tensor whose storage was freed is a segmentation fault on CPU, and a `
 silent garbage. So a module never holds a freed parameter: it holds a `ReleasedParameter`, a wrapper subclass without
 data that counts as an `nn.Parameter`, answers questions about metadata (shape, dtype, device, requires_grad) and
 hands every other operation to the engine, which gathers on use inside a forward and refuses outside one.
+
+Whoever kept the real parameter (a list of weights, a variable that outlived a `gathered()` block) meets the same
+answers: while its memory is away the object's class is `FreedParameter`. The class of an object of ours costs 70 ns to
+change, and nothing while the parameter is there.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
@@ -246,6 +250,50 @@ def become(original: nn.Parameter, stand_in: ReleasedParameter) -> ReleasedParam
     return cast(ReleasedParameter, original)
 
 
+class FreedParameter(OffloadedParameter):
+    """The real parameter while its memory is away: metadata only; everything else gathers on use or refuses."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA or func in (_GRAD_GET, _GRAD_SET):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
+            return _keep_requires_grad(func, args, kwargs or {})
+        return _first(cls, args, kwargs or {}).ref.access.use_released(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FreedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def mark_freed(parameters: Iterable[OffloadedParameter]) -> None:
+    """The memory of these parameters is about to go: from now on they refuse what needs it."""
+    for parameter in parameters:
+        parameter.__class__ = FreedParameter
+
+
+def mark_present(parameters: Iterable[OffloadedParameter]) -> None:
+    """The memory of these parameters is there and filled."""
+    for parameter in parameters:
+        parameter.__class__ = OffloadedParameter
+
+
+def is_released(value: object) -> TypeGuard[ReleasedParameter | FreedParameter]:
+    """Whether a value stands for a parameter whose data is elsewhere."""
+    return isinstance(value, (ReleasedParameter, FreedParameter))
+
+
+def real(value: Any) -> Any:
+    """The real parameter for a stand-in; anything else as it is."""
+    return value.ref.group.parameters[value.ref.slot] if isinstance(value, ReleasedParameter) else value
+
+
 class GradientKeeper(Protocol):
     """What a spilled gradient asks of whoever keeps it; enough for torch's own `clip_grad_norm_`."""
 
@@ -328,7 +376,7 @@ def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     return parameter if func is _TENSOR.requires_grad_ else None
 
 
-_Kind = TypeVar("_Kind", bound=StandIn)
+_Kind = TypeVar("_Kind", bound=torch.Tensor)
 
 
 def _first(kind: type[_Kind], args: Sequence[Any], kwargs: dict[str, Any]) -> _Kind:

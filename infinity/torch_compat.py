@@ -165,6 +165,11 @@ class Channel:
         self._group = None
 
 
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage objects share this memory; the argument counts too."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def cpu_has_fast_bf16() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX or the Arm extension)."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)

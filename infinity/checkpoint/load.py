@@ -135,6 +135,7 @@ def refuse_gathered(runtime: Runtime) -> None:
     """Refuse to replace parameters that somebody holds."""
     resident = {group.index for group in runtime.resident_groups}
     runtime.gatherer.drop_ahead(runtime.groups)
+    runtime.gatherer.release_unviewed()
     held = [group.key for group in runtime.gatherer.gathered() if group.index not in resident]
     if held:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -157,3 +158,125 @@ def test_a_numpy_array_of_a_parameter_is_refused_with_the_way_out(offload: MakeE
     with pytest.raises(infinity.UnsupportedModelError, match=r"clone\(\)\.numpy\(\)"), infinity.gathered(model.head):
         model.head.weight.detach().numpy()
     engine.close()
+
+
+# What is kept after a block -----------------------------------------------------------------------------------------
+
+
+def test_kept_parameter_refuses(offload: MakeEngine, host: dict[str, Any]) -> None:
+    """The parameter object itself outlives the block as a stand-in; reading it used to end the process."""
+    model, plain = build(Net), build(Net)
+    engine = offload(model, host=host)
+    with infinity.gathered(model):
+        kept = dict(model.named_parameters())
+    nothing_gathered(engine)
+    for name, parameter in kept.items():
+        if name == "head.weight":
+            assert parameter.shape == plain.get_parameter(name).shape and parameter.grad is None
+            for use in (lambda p: p + 1, lambda p: p[0], repr, lambda p: p.data, lambda p: p.tolist(), torch.clone):
+                if use is repr:
+                    assert "head.weight" in repr(parameter)
+                    continue
+                with pytest.raises(infinity.NotGatheredError, match=name):
+                    use(parameter)
+    with infinity.gathered(model):
+        assert torch.equal(kept["head.weight"], plain.get_parameter("head.weight"))
+    train(model, infinity.AdamW(model.parameters()), 0)
+
+
+def test_list_of_weights_gathers_on_use(offload: MakeEngine) -> None:
+    """A weight that a module reaches through a list of its own is gathered when the forward uses it, and trains."""
+
+    class Listed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 600)
+            self.second = torch.nn.Linear(600, 8)
+            self.weights: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.second(self.first(x))
+            return torch.nn.functional.linear(hidden, self.weights[0]).mean() if self.weights else hidden.mean()
+
+    losses = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model = Listed()
+        if is_ours:
+            offload(model, unit_classes=["Linear"], device={"budget": "1MiB"}, resident_threshold=0)
+            optimizer: torch.optim.Optimizer = infinity.AdamW(model.parameters(), weight_decay=1e-2)
+            with infinity.gathered(model.first):
+                model.weights = [model.first.weight]
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            model.weights = [model.first.weight]
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        run = []
+        for _ in range(3):
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.append(loss.item())
+        losses.append(run)
+    assert losses[0] == losses[1]
+
+
+def test_kept_views_keep_their_memory(offload: MakeEngine, host: dict[str, Any]) -> None:
+    """A view taken inside a block shows the present values as long as it lives; then the memory goes back."""
+    model, plain = build(Net), build(Net)
+    engine = offload(model, host=host)
+    ours = infinity.AdamW(model.parameters(), weight_decay=1e-2)
+    optimizers = torch.optim.AdamW(plain.parameters(), fused=True), ours
+    with infinity.gathered(model.get_parameter("head.weight")):
+        view = model.get_parameter("head.weight").detach()[1:]
+    wanted = plain.get_parameter("head.weight").detach()[1:]
+    for step in range(3):
+        assert torch.equal(view, wanted)
+        losses = [train(m, optimizer, step) for m, optimizer in zip((plain, model), optimizers, strict=True)]
+        assert losses[0] == losses[1]
+    assert torch.equal(view, wanted)
+    del view
+    with infinity.gathered(model.get_parameter("blocks.1.up.bias")):
+        pass
+    nothing_gathered(engine)
+
+
+def test_kept_view_of_a_closed_engine(offload: MakeEngine) -> None:
+    model, plain = build(Net), build(Net)
+    engine = offload(model)
+    with infinity.gathered(model):
+        view = model.get_parameter("head.weight").detach()
+    engine.close()
+    assert torch.equal(view, plain.get_parameter("head.weight"))
+
+
+def test_values_saved_by_graphs_do_not_keep_memory(offload: MakeEngine, host: dict[str, Any]) -> None:
+    """What only a graph of the block holds goes with the block; what the user holds too stays."""
+    model = build(Net)
+    engine = offload(model, host=host)
+    weight = model.get_parameter("head.weight")
+    with infinity.gathered(weight):
+        loss = (model.get_parameter("head.weight").t() ** 2).sum()
+    nothing_gathered(engine)
+    with pytest.raises(infinity.NotGatheredError, match="Run the backward inside the block"):
+        loss.backward()
+    with infinity.gathered(weight):
+        row = model.get_parameter("head.weight")[0]
+        loss = (row**2).sum()
+    assert float(row.detach().square().sum()) == pytest.approx(loss.item())
+
+
+def test_kept_views_are_named_when_memory_runs_out(offload: MakeEngine) -> None:
+    model = build(Net)
+    engine = offload(model, device={"budget": "96KiB"})
+    views = []
+    with pytest.raises(infinity.DeviceOutOfMemoryError, match="keep a clone instead"):
+        for name, _ in list(model.named_parameters()):
+            with infinity.gathered(model.get_parameter(name)):
+                views.append(model.get_parameter(name).detach())
+        loss_of(model, batch(0)).backward()
+    views.clear()
+    gc.collect()  # the frames of the exception
+    train(model, infinity.AdamW(model.parameters()), 0)
+    nothing_gathered(engine)

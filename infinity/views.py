@@ -1,0 +1,94 @@
+"""Who still looks at the memory of a flat buffer after a `gathered()` block.
+
+Reading freed memory ends the process, and torch does not say who holds a view. But it counts: every tensor over a
+storage is one use of it. A block that ends with more uses than the engine's own has left tensors behind, and their
+memory has to stay until they die. Tensors that only a graph built inside the block holds do not count, because the
+graph asks before it uses them.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from infinity.errors import NotGatheredError
+from infinity.groups import FlatGroup
+from infinity.torch_compat import storage_use_count
+
+
+class _Saved:
+    """A tensor that a graph needs for its backward, and the version of it that it needs."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+
+class Views:
+    """Counts the tensors over the flat buffers of groups that others hold. Owned by the training thread.
+
+    Args:
+        groups: released, and used by no graph yet: what holds their buffers now is the engine's own.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
+        self._groups = {group.flat.untyped_storage()._cdata: group for group in groups}
+        self._own = {group.index: storage_use_count(group.flat.untyped_storage()) for group in groups}
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+    def are_alive(self, group: FlatGroup) -> bool:
+        """Whether somebody may hold a tensor over this group's memory.
+
+        A graph of an ordinary forward that still waits for its backward counts too: it cannot be told from a view.
+        """
+        now = storage_use_count(group.flat.untyped_storage())
+        return now - self._own[group.index] > self._only_in_graphs(group)
+
+    def _only_in_graphs(self, group: FlatGroup) -> int:
+        own = {id(parameter) for parameter in group.parameters}
+        here = [one for one in self._saved if self._group_of(one.tensor) is group and id(one.tensor) not in own]
+        holders = Counter(id(one.tensor) for one in here)
+        distinct = {id(one.tensor): one for one in here}
+        # Beside those that hold it for a graph there is only the argument of the call, unless the user holds it too.
+        return sum(sys.getrefcount(one.tensor) <= holders[number] + 1 for number, one in distinct.items())
+
+    def _group_of(self, tensor: torch.Tensor) -> FlatGroup | None:
+        is_strided = tensor.layout is torch.strided
+        return self._groups.get(tensor.untyped_storage()._cdata) if is_strided else None
+
+    @contextmanager
+    def guarded_graphs(self) -> Iterator[None]:
+        """What is computed inside the block may be differentiated only while the parameters are there.
+
+        With hooks torch leaves out its own check for in-place changes, which is made here instead.
+        """
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            saved = _Saved(tensor)
+            self._saved.add(saved)
+            return saved
+
+        def unpack(saved: _Saved) -> torch.Tensor:
+            tensor = saved.tensor
+            group = self._group_of(tensor)
+            if group is not None and tensor.untyped_storage().nbytes() == 0:
+                raise NotGatheredError(
+                    f"a backward needs parameters of {group.key} that were used inside `infinity.gathered(...)`, which "
+                    "is over. Run the backward inside the block too"
+                )
+            if tensor._version != saved.version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(tensor.shape)} that is needed for backward was changed in place: it is "
+                    f"at version {tensor._version}, version {saved.version} was saved"
+                )
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
