@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from infinity.errors import UnsupportedModelError
-from infinity.released import ReleasedParameter
+from infinity.released import FreedParameter, ReleasedParameter
 
 _TENSOR = torch.Tensor
 _DTYPES: dict[Callable[..., Any], torch.dtype] = {
@@ -21,8 +21,8 @@ CONVERSIONS: frozenset[Callable[..., Any]] = frozenset({*_DTYPES, _TENSOR.to, _T
 
 
 def keep_or_refuse(
-    func: Callable[..., Any], parameter: ReleasedParameter, args: Sequence[Any], kwargs: dict[str, Any]
-) -> ReleasedParameter:
+    func: Callable[..., Any], parameter: ReleasedParameter | FreedParameter, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ReleasedParameter | FreedParameter:
     """The parameter itself if it already is where and what one of `CONVERSIONS` would make it.
 
     Raises:
