@@ -17,7 +17,7 @@ from infinity.durable.committer import Committer
 from infinity.errors import ConfigError
 from infinity.gather import Gatherer
 from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
-from infinity.groups import FlatGroup, Unit
+from infinity.groups import FlatGroup, Unit, backward_order
 from infinity.io_loop import IoLoop
 from infinity.lockstep import Lockstep
 from infinity.observe.inspection import Inspection
@@ -169,7 +169,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         store=made.store,
         io=made.io,
         stalls=stalls,
-        order=AccessOrder([unit.index for unit in plan.units if not unit.resident]),
+        order=_expected_order(plan.units),
         read_ahead=read_ahead,
         pipeline=pipeline,
         gatherer=gatherer,
@@ -193,6 +193,11 @@ def _committer(plan: Blueprint, made: _Resources, stalls: StallClock) -> Committ
         io_timeout_s=plan.config.nvme.io_timeout_s,
         on_failure=made.failure.note,
     )
+
+
+def _expected_order(units: Sequence[Unit]) -> AccessOrder:
+    streamed = [unit for unit in units if not unit.resident]
+    return AccessOrder([unit.index for unit in streamed], [unit.index for unit in backward_order(streamed)])
 
 
 def _sink(

@@ -233,3 +233,13 @@ def count_uses(units: Sequence[Unit]) -> dict[int, int]:
         held = {group.index for other in around for group in other.groups}
         uses.update(group.index for group in unit.groups if group.index not in held)
     return dict(uses)
+
+
+def backward_order(units: Sequence[Unit]) -> list[Unit]:
+    """Units (given in module order) as their backward begins: in reverse, but one that encloses others before them."""
+    ordered: list[Unit] = []
+    for unit in units:  # whoever comes later goes to the front, behind the innermost unit around it
+        around = [other for other in enclosing(unit, ordered) if other is not unit]
+        place = max((ordered.index(other) + 1 for other in around), default=0)
+        ordered.insert(place, unit)
+    return ordered

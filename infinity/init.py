@@ -143,7 +143,7 @@ def _refuse_uninitialised(groups: Sequence[FlatGroup]) -> None:
         slot.name
         for group in groups
         for slot, owners in zip(group.layout.slots, group.owners, strict=True)
-        if not any(hasattr(module, "reset_parameters") for module, _ in owners)
+        if not any(_reset_of(module) is not None for module, _ in owners)
     ]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
@@ -254,12 +254,19 @@ def _materialise(
     for group in groups:
         group.take_over()
     opened: dict[int, _Staging] = {}
+    late: dict[int, list[nn.Module]] = {}  # modules that initialise themselves after the one in that position
+    position_of = {id(module): position for position, module in enumerate(runtime.model.modules())}
     for position, module in enumerate(runtime.model.modules()):
         for group, (first, _) in zip(groups, spans, strict=True):
             if first == position:
                 opened[group.index] = _Staging(runtime, group)
         if any(parameter is not None for parameter in module._parameters.values()):
-            _initialise(module, init_fn)
+            if init_fn is None and isinstance(module, nn.MultiheadAttention):
+                late.setdefault(max(position_of[id(part)] for part in module.modules()), []).append(module)
+            else:
+                _initialise(module, init_fn)
+        for finished in late.pop(position, ()):
+            _initialise(finished, init_fn)
         _materialise_buffers(module)
         for group, (_, last) in zip(groups, spans, strict=True):
             if last == position:
@@ -270,10 +277,15 @@ def _materialise(
 def _initialise(module: nn.Module, init_fn: InitFn | None) -> None:
     if init_fn is not None:
         init_fn(module)
-    else:
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
+    elif (reset := _reset_of(module)) is not None:
+        reset()
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """How a module initialises what it owns. Attention does so under a name of its own, after its projection has."""
+    is_attention = isinstance(module, nn.MultiheadAttention)
+    reset = getattr(module, "_reset_parameters" if is_attention else "reset_parameters", None)
+    return reset if callable(reset) else None
 
 
 def _materialise_buffers(module: nn.Module) -> None:

@@ -61,11 +61,15 @@ class AccessOrder:
 
     Args:
         n_units_in_module_order: the numbers of the units, in module order.
+        n_units_in_backward: in the order in which their backward is expected to begin; None is the reverse.
     """
 
-    def __init__(self, n_units_in_module_order: Sequence[int]) -> None:
+    def __init__(
+        self, n_units_in_module_order: Sequence[int], n_units_in_backward: Sequence[int] | None = None
+    ) -> None:
         forward = tuple(Access(Phase.FORWARD, unit) for unit in n_units_in_module_order)
-        backward = tuple(Access(Phase.BACKWARD, unit) for unit in reversed(n_units_in_module_order))
+        reverse = n_units_in_module_order[::-1] if n_units_in_backward is None else n_units_in_backward
+        backward = tuple(Access(Phase.BACKWARD, unit) for unit in reverse)
         rank = {unit: number for number, unit in enumerate(n_units_in_module_order)}
         self._predictions = {
             Mode.TRAIN: _Prediction(forward + backward, rank, has_backward=True),

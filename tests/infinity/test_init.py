@@ -102,10 +102,19 @@ def test_unbuilt_and_built_train_alike(offload: MakeEngine) -> None:
     assert losses[0] == losses[1]
 
 
+def test_attention_initialises_itself_as_in_plain_construction(offload: MakeEngine) -> None:
+    """`nn.MultiheadAttention` draws the values of its projection first and then its own, and zeroes both biases."""
+    plain = build(Attention)
+    model = _empty(Attention)
+    torch.manual_seed(0)
+    offload(model)
+    different = [n for n, value in gathered_parameters(model).items() if not torch.equal(value, plain.get_parameter(n))]
+    assert not different
+
+
 def test_modules_without_reset_parameters_are_named(offload: MakeEngine) -> None:
-    """`nn.MultiheadAttention` is one of them."""
-    with pytest.raises(infinity.UnsupportedModelError, match=r"layers\.0\.self_attn\.in_proj_weight.*init_fn"):
-        offload(_empty(Attention))
+    with pytest.raises(infinity.UnsupportedModelError, match=r"blocks\.0\.scale.*init_fn"):
+        offload(_empty(OddNet))
 
 
 def test_memory_stays_within_the_budget(offload: MakeEngine) -> None:

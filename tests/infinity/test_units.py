@@ -412,3 +412,13 @@ def test_every_holder_of_a_parameter_is_known(model: nn.Module) -> None:
     held = {(id(module), name) for module in model.modules() for name, p in module._parameters.items() if p is not None}
     owners = [(id(module), name) for entry in find_parameters(model) for module, name in entry.owners]
     assert sorted(owners) == sorted(held)
+
+
+def test_backward_begins_with_what_encloses(offload: MakeEngine) -> None:
+    """A unit around others begins its backward before them, and its forward too."""
+    engine = offload(zoo.build(zoo.Nested))
+    names = {unit.index: unit.name for unit in engine._runtime.units}
+    trace, _ = engine._runtime.order.upcoming()
+    expected = "embed first first.inner.0 first.inner.1 second second.inner.0 second.inner.1 head"
+    backward = "head second second.inner.1 second.inner.0 first first.inner.1 first.inner.0 embed"
+    assert [names[access.unit] for access in trace] == expected.split() + backward.split()
