@@ -149,3 +149,61 @@ def calibrate(
         from infinity.cli.bench_calibrate import run
 
         run(tuple(paths or ()), json)
+
+
+@app.command()
+def step(
+    preset: Annotated[str, typer.Option(help="The model, as in infinity train.", rich_help_panel=_WHAT)] = "tiny",
+    layers: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT)] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT)] = None,
+    seq: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT)] = None,
+    batch: Annotated[int | None, typer.Option(min=1, rich_help_panel=_WHAT)] = None,
+    accumulate: Annotated[int, typer.Option(min=1, rich_help_panel=_WHAT)] = 1,
+    clip: Annotated[float | None, typer.Option(help="Clip to this norm.", rich_help_panel=_WHAT)] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", rich_help_panel=_WHAT)] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="auto, overlapped, deferred or synchronous.", rich_help_panel=_WHAT)
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cuda, cpu or fake.", rich_help_panel=_HOW)] = None,
+    device_budget: Annotated[str | None, typer.Option(rich_help_panel=_HOW)] = None,
+    host_budget: Annotated[str | None, typer.Option(rich_help_panel=_HOW)] = None,
+    nvme: Annotated[
+        list[Path] | None, typer.Option(help="Folder for swap files, one per drive.", rich_help_panel=_HOW)
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of steps and resources.", rich_help_panel=_HOW)] = 5,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain/--no-plain",
+            help="Measure computing with the plain model in memory. Without it that bound is left out.",
+            rich_help_panel=_HOW,
+        ),
+    ] = True,
+    json: Annotated[Path | None, typer.Option(help="Write the result to this file.", rich_help_panel=_OUTPUT)] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", rich_help_panel=_OUTPUT)] = False,
+) -> None:
+    """Measure one training step against its bound: what its slowest resource needs by itself.
+
+    Steps and resources take turns: the engine's step, the drives with the step's bytes, the plain model in memory, the
+    optimizer's kernel. What a step takes beyond the bound is accounted for by cause.
+    """
+    with reported(debug=debug):
+        from infinity.cli.bench_step import run
+        from infinity.cli.settings import TrainOptions
+
+        options = TrainOptions(
+            preset=preset,
+            layers=layers,
+            hidden=hidden,
+            seq=seq,
+            batch=batch,
+            accumulate=accumulate,
+            clip=clip,
+            precision=precision,
+            schedule=schedule,
+            device=device,
+            device_budget=device_budget,
+            host_budget=host_budget,
+            nvme=tuple(nvme or ()),
+        )
+        run(options, rounds=rounds, compares_plain=plain, json_path=json)

@@ -1,0 +1,200 @@
+"""What a step costs: beside plain PyTorch in memory, as the model grows, and on one to three throttled drives.
+
+    python benchmarks/step_time.py plain  [--rounds 5] [--layers 12 --hidden 768 --batch 4,16 --recompute]
+    python benchmarks/step_time.py growth [--rounds 3] [--parameters 50M,100M,200M,400M,1B]
+    python benchmarks/step_time.py drives [--rounds 3] [--read-mb 200 --write-mb 130]
+
+What is compared takes turns within every round, so a machine that gets slower is slower for all of it. Figures are
+medians over rounds, with the range. Everything is on NVMe but what the host budget holds.
+
+`plain` runs `infinity train --baseline`: the same loop through the engine and in plain PyTorch, each in a process of
+its own, per batch size. `growth` keeps the budgets and lets the number of layers grow; it fits a line to the seconds of
+a step and gives R², and the spread of host memory beyond the interpreter. `drives` runs the same model on one, two and
+three directories whose speed is limited to the same rate each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import infinity
+from infinity.bench.machine import describe_machine
+from infinity.models.gpt import Gpt, GptShape, init_weights
+from storage.backends.base import Backend
+from storage.backends.throttled import Throttle, ThrottledBackend
+from storage.store import ShardStore
+
+_STEPS = 6
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median and range of one figure over rounds."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": list(values)}
+
+
+def in_turns(rounds: int, cases: dict[str, Callable[[], dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """Run every case once per round, in order; figures of each by name."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
+    for number in range(rounds):
+        for name, case in cases.items():
+            for figure, value in case().items():
+                found[name].setdefault(figure, []).append(value)
+            print(f"round {number + 1}: {name}: { {f: round(v[-1], 4) for f, v in found[name].items()} }", flush=True)
+    return {name: {f: summary(values) for f, values in figures.items()} for name, figures in found.items()}
+
+
+def train(folder: Path, *arguments: object) -> dict[str, Any]:
+    """The report of `infinity train` in a process of its own."""
+    target = folder / "report.json"
+    command = [sys.executable, "-m", "infinity", "train", "--nvme", str(folder), "--json", str(target)]
+    subprocess.run([*command, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
+    report: dict[str, Any] = json.loads(target.read_text())
+    return report
+
+
+def steady_s(step_seconds: Sequence[float]) -> float:
+    """Seconds of a step without the first two."""
+    return statistics.median(step_seconds[2:] or step_seconds)
+
+
+def plain(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Tokens per second and memory beside plain PyTorch, by batch size."""
+
+    def case(batch: int) -> dict[str, float]:
+        recompute = ["--recompute"] if options.recompute else ["--no-recompute"]
+        shape = ("--layers", options.layers, "--hidden", options.hidden, "--batch", batch, *recompute)
+        report = train(folder, *shape, "--steps", _STEPS, "--precision", options.precision, "--baseline")
+        ours, theirs = steady_s(report["step_seconds"]), steady_s(report["baseline"]["step_seconds"])
+        return {
+            "step_s": ours,
+            "plain_step_s": theirs,
+            "speed_beside_plain": theirs / ours,
+            "peak_rss_bytes": report["peak_rss_bytes"],
+            "plain_peak_rss_bytes": report["baseline"]["peak_rss_bytes"],
+            "losses_equal": float(report["baseline"]["losses_equal"]),
+        }
+
+    batches = [int(batch) for batch in options.batch.split(",")]
+    return in_turns(options.rounds, {f"batch {batch}": partial(case, batch) for batch in batches})
+
+
+def layers_for(parameters: float, hidden: int) -> int:
+    """Blocks of 12 x hidden² parameters that make a model of this size."""
+    return max(round(parameters / (12 * hidden * hidden)), 1)
+
+
+def growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Seconds and host memory at fixed budgets, against parameters."""
+    units = {"M": 1e6, "B": 1e9}
+    sizes = [float(text[:-1]) * units[text[-1]] for text in options.parameters.split(",")]
+
+    def case(layers: int) -> dict[str, float]:
+        shape = ("--layers", layers, "--hidden", options.hidden, "--seq", 128, "--batch", 1, "--recompute")
+        budgets = ("--device-budget", options.device_budget, "--host-budget", options.host_budget)
+        report = train(folder, *shape, *budgets, "--steps", _STEPS)
+        return {
+            "parameters": report["model"]["parameters"],
+            "step_s": steady_s(report["step_seconds"]),
+            "peak_rss_bytes": report["peak_rss_bytes"],
+            "host_peak_bytes": report["peaks"]["host"],
+        }
+
+    cases = {f"{size / 1e6:.0f} M": partial(case, layers_for(size, options.hidden)) for size in sizes}
+    found = in_turns(options.rounds, cases)
+    parameters = np.array([figures["parameters"]["median"] for figures in found.values()])
+    seconds = np.array([figures["step_s"]["median"] for figures in found.values()])
+    memory = [figures["peak_rss_bytes"]["median"] for figures in found.values()]
+    fitted = np.polyval(np.polyfit(parameters, seconds, 1), parameters)
+    spread = float(np.sum((seconds - seconds.mean()) ** 2))
+    line = {
+        "r_squared": 1 - float(np.sum((seconds - fitted) ** 2)) / spread if spread else 1.0,
+        "peak_rss_largest_over_smallest": max(memory) / min(memory),
+    }
+    return {"sizes": found, "line": line}
+
+
+def drives(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Seconds of a step on one, two and three drives of the same limited speed."""
+    throttle = Throttle(read_nbytes_per_s=options.read_mb * 1e6, write_nbytes_per_s=options.write_mb * 1e6)
+
+    def wrap(backend: Backend) -> Backend:
+        return ThrottledBackend(backend, throttle)
+
+    def case(count: int) -> dict[str, float]:
+        paths = [folder / f"drive{number}" for number in range(count)]
+        for path in paths:
+            path.mkdir(exist_ok=True)
+        with infinity.empty_init():
+            model = Gpt(GptShape(options.layers, options.hidden, options.hidden // 64, 64))
+        config = infinity.Config(
+            precision=options.precision,
+            device={"kind": "cpu", "budget": options.device_budget},
+            host={"budget": options.host_budget},
+            nvme={"paths": paths, "calibrate": "off"},
+            schedule="overlapped",
+        )
+        times = []
+        with (
+            mock.patch.object(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap)),
+            infinity.offload(model, config, init_fn=init_weights) as engine,
+        ):
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
+            ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
+            for _ in range(_STEPS):
+                started_s = time.perf_counter()
+                model(ids, ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                times.append(time.perf_counter() - started_s)
+            traffic = engine.traffic.per_step[-1]
+        moved = traffic["nvme_read_bytes"] / throttle.read_nbytes_per_s, (
+            traffic["nvme_write_bytes"] / throttle.write_nbytes_per_s
+        )
+        step_s = steady_s(times)
+        return {"step_s": step_s, "bound_s": max(moved) / count, "step_over_bound": step_s / (max(moved) / count)}
+
+    return in_turns(options.rounds, {f"{count} drives": partial(case, count) for count in (1, 2, 3)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["plain", "growth", "drives"])
+    parser.add_argument("--directory", type=Path, help="where swap files go; default: a temporary folder")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--batch", default="4,16", help="plain: batch sizes")
+    parser.add_argument("--recompute", action="store_true", help="plain: recompute activations, in both")
+    parser.add_argument("--parameters", default="50M,100M,200M,400M,1B", help="growth: sizes")
+    parser.add_argument("--device-budget", default="128MiB", help="growth, drives")
+    parser.add_argument("--host-budget", default="192MiB", help="growth, drives")
+    parser.add_argument("--read-mb", type=float, default=200, help="drives: MB/s of one drive")
+    parser.add_argument("--write-mb", type=float, default=130, help="drives: MB/s of one drive")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        found = {"plain": plain, "growth": growth, "drives": drives}[options.what](options, Path(folder))
+    settings = {name: str(value) for name, value in vars(options).items() if name not in ("json", "directory")}
+    report = {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
+    print(json.dumps(report, indent=2))
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""`infinity bench step`: one training step beside what each resource needs for it by itself.
+
+The bound of a step is what its slowest resource needs alone: the plain model's forward and backward in memory, the
+drives for the step's bytes, the optimizer's kernel for its elements. They are measured in turns with the steps, so that
+a machine that gets slower is slower for all of them. On a CPU, computing and the optimizer share the cores, so what
+they need together is a bound too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from infinity.bench.step_io import StepTraffic
+from infinity.cli.console import make_console
+from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of, load_training_text
+from infinity.cli.settings import RunSettings, TrainOptions, resolve
+from infinity.config import NvmeConfig
+from infinity.data.batches import Batches
+from infinity.engine import Engine, offload
+from infinity.errors import ConfigError
+from infinity.init import empty_init
+from infinity.models.gpt import Gpt, init_weights
+from infinity.observe.metrics import metrics_of
+from infinity.optim.adamw import AdamW
+from infinity.optim.hyper import AdamWHyper, Piece
+from infinity.plan.bounds import moved_nbytes
+from infinity.runtime import Runtime
+from infinity.swap_directories import swap_directories
+from storage.drives import StorageOptions
+
+_KERNEL_NUMEL = 1 << 22
+_HYPER = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Seconds, one value per round; what is 0 was not measured.
+
+    Attributes:
+        step_s: one step of the engine.
+        stalls_s: of it, how long the training thread waited, by cause.
+        alone_s: what each resource needed by itself.
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    stalls_s: dict[str, list[float]] = field(default_factory=dict)
+    alone_s: dict[str, list[float]] = field(default_factory=dict)
+
+    def bounds_s(self) -> dict[str, float]:
+        """Medians by resource, largest first."""
+        bounds = {name: statistics.median(values) for name, values in self.alone_s.items() if values}
+        return dict(sorted(bounds.items(), key=lambda item: -item[1]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Medians, ranges, and the account of the difference, which adds up to it."""
+        bounds = self.bounds_s()
+        bound_s, step_s = max(bounds.values()), statistics.median(self.step_s)
+        means = {cause: statistics.mean(values) for cause, values in self.stalls_s.items()}
+        mean_s = statistics.mean(self.step_s)
+        account = {"working beyond the bound": mean_s - sum(means.values()) - bound_s} | means
+        return {
+            "step_seconds": {"median": step_s, "min": min(self.step_s), "max": max(self.step_s), "all": self.step_s},
+            "bounds_seconds": bounds,
+            "binding": max(bounds, key=lambda name: bounds[name]),
+            "ratio": step_s / bound_s,
+            "difference_seconds": {"total": mean_s - bound_s, "by_cause": account},
+        }
+
+
+def run(options: TrainOptions, *, rounds: int, compares_plain: bool, json_path: Path | None) -> None:
+    """Measure, show, and write what was asked for.
+
+    Raises:
+        ConfigError: an option cannot work; nothing was measured.
+        InfinityError, StorageError: the run failed.
+    """
+    if json_path is not None and not json_path.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
+    settings = resolve(options)
+    report = measure(settings, rounds=rounds, compares_plain=compares_plain)
+    make_console().print(_table(report))
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict[str, Any]:
+    """Steps and each resource alone, in turns."""
+    training, result = settings.training, StepResult()
+    batches = batches_of(training, load_training_text(training))
+    with ExitStack() as stack:
+        directories = stack.enter_context(swap_directories(settings.config.nvme.paths))
+        config = settings.config.with_(nvme={"paths": list(directories)})
+        with empty_init():
+            model = Gpt(training.shape, recompute=training.recompute)
+        torch.manual_seed(training.seed)
+        engine = stack.enter_context(offload(model, config, init_fn=init_weights))
+        optimizer = AdamW(
+            model.parameters(), lr=training.lr, betas=BETAS, weight_decay=WEIGHT_DECAY, max_grad_norm=training.clip
+        )
+        steps = _Steps(settings, engine, model, optimizer, batches)
+        steps.take(2)  # the first reads no state, the second is the first of its kind
+        traffic = engine.plan.expected_traffic(1, training.accumulate)
+        read_nbytes, write_nbytes = moved_nbytes(traffic)
+        drives = None
+        if read_nbytes + write_nbytes:
+            drives = StepTraffic(directories, _storage_options(config.nvme), read_nbytes, write_nbytes)
+            stack.callback(drives.close)
+        plain = _Plain(settings, batches) if compares_plain else None
+        for _ in range(rounds):
+            steps.measure(result)
+            if drives is not None:
+                engine.metrics()  # nothing of the run is under way while the drives are measured
+                result.alone_s.setdefault("nvme", []).append(drives.measure())
+            if plain is not None:
+                result.alone_s.setdefault("compute", []).append(plain.measure())
+            result.alone_s.setdefault("optimizer", []).append(_kernel_s(engine._runtime))
+        if plain is not None and not training.uses_cuda:
+            together = zip(result.alone_s["compute"], result.alone_s["optimizer"], strict=True)
+            result.alone_s["compute and optimizer on the CPU"] = [sum(pair) for pair in together]
+        placement = engine.plan.placement
+        return {
+            "parameters": engine.plan.parameters,
+            "schedule": placement.schedule.value,
+            "tokens_per_step": training.tokens_per_step,
+            "nvme_read_bytes": read_nbytes,
+            "nvme_write_bytes": write_nbytes,
+            "host_budget_bytes": placement.host_budget_nbytes,
+            "io_engine": engine.io_engine,
+            "rounds": rounds,
+        } | result.to_json()
+
+
+class _Steps:
+    """Steps of an engine."""
+
+    def __init__(
+        self, settings: RunSettings, engine: Engine, model: torch.nn.Module, optimizer: AdamW, batches: Batches
+    ) -> None:
+        self._settings, self._engine, self._model = settings, engine, model
+        self._optimizer, self._batches = optimizer, batches
+        self._device = torch.device("cuda" if settings.training.uses_cuda else "cpu")
+        self._step = 0
+
+    def take(self, count: int) -> None:
+        """Steps that are not measured."""
+        for _ in range(count):
+            accumulate = self._settings.training.accumulate
+            accumulate_gradients(self._model, self._batches, self._step, accumulate, self._device)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._step += 1
+
+    def measure(self, result: StepResult) -> None:
+        """One step that gets the pipeline going again, and two that count, as their mean."""
+        self.take(1)
+        runtime = self._engine._runtime
+        before, started_s = metrics_of(runtime), time.perf_counter()
+        self.take(2)
+        result.step_s.append((time.perf_counter() - started_s) / 2)
+        after = metrics_of(runtime)
+        for name, value in after.items():
+            if name.startswith("stall/") and name.endswith("_s") and name != "stall/total_s":
+                cause = name.removeprefix("stall/").removesuffix("_s")
+                result.stalls_s.setdefault(cause, []).append((value - before[name]) / 2)
+
+
+class _Plain:
+    """Forward and backward of the same model in memory, without an optimizer."""
+
+    def __init__(self, settings: RunSettings, batches: Batches) -> None:
+        training = settings.training
+        self._device = torch.device("cuda" if training.uses_cuda else "cpu")
+        with empty_init():
+            model = Gpt(training.shape, recompute=training.recompute)
+        self._model = model.to_empty(device=self._device)
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.normal_(std=0.02)
+        self._accumulate, self._batches = training.accumulate, batches
+        self._run()
+
+    def measure(self) -> float:
+        started_s = time.perf_counter()
+        self._run()
+        return time.perf_counter() - started_s
+
+    def _run(self) -> None:
+        accumulate_gradients(self._model, self._batches, 0, self._accumulate, self._device)
+        self._model.zero_grad(set_to_none=True)
+
+
+def _kernel_s(runtime: Runtime) -> float:
+    """Seconds of the optimizer's kernel for all elements that train, from a few million of them."""
+    kernel = runtime.kernel
+    param = torch.ones(_KERNEL_NUMEL, dtype=kernel.param_dtype)
+    grad = torch.full((_KERNEL_NUMEL,), 1e-3)
+    state = [torch.zeros(_KERNEL_NUMEL, dtype=f.dtype) for f in kernel.fields]
+    kernel.begin(param, state)
+    pieces = [Piece(0, _KERNEL_NUMEL, 1, _HYPER)]
+    kernel.update(param, grad, state, pieces, None)
+    started_s = time.perf_counter()
+    kernel.update(param, grad, state, pieces, None)
+    seconds = time.perf_counter() - started_s
+    return seconds / _KERNEL_NUMEL * sum(g.layout.payload_numel for g in runtime.groups if g.trainable)
+
+
+def _storage_options(nvme: NvmeConfig) -> StorageOptions:
+    return StorageOptions(
+        engine=nvme.engine.value,
+        block_nbytes=nvme.block_nbytes,
+        threads=nvme.threads,
+        calibrate=nvme.calibrate.value,
+        checksum=nvme.checksum.value,
+        eio_retries=nvme.eio_retries,
+    )
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(title=f"{report['parameters']:,} parameters, schedule {report['schedule']}", title_justify="left")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    step = report["step_seconds"]
+    table.add_row("step, median", f"{step['median']:.4f}  ({step['min']:.4f} to {step['max']:.4f})")
+    for name, seconds in report["bounds_seconds"].items():
+        table.add_row(f"{name} alone", f"{seconds:.4f}")
+    table.add_row("step / bound", f"{report['ratio']:.3f}  ({report['binding']} binds)", style="bold")
+    rows: Sequence[tuple[str, float]] = list(report["difference_seconds"]["by_cause"].items())
+    for cause, seconds in rows:
+        if abs(seconds) >= 5e-5:
+            table.add_row(f"  beyond: {cause}", f"{seconds:+.4f}")
+    table.add_row("  together (of the mean)", f"{report['difference_seconds']['total']:+.4f}")
+    return table
