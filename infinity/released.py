@@ -261,7 +261,7 @@ class FreedParameter(OffloadedParameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _METADATA or func in (_GRAD_GET, _GRAD_SET):
+        if func in _METADATA or func in (_GRAD_GET, _GRAD_SET) or func in _REGISTER:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
