@@ -426,9 +426,13 @@ class Updates:
 
     def _tear(self, error: BaseException) -> None:
         self._runtime.failure.note(error)
+        committer = self._runtime.committer
+        way_out = "Close this engine and start again from the last saved state"
+        if committer is not None:
+            way_out = f"When the cause is gone, engine.restore() goes back to step {committer.store.step}"
         self._torn = (
             f"step {self._runtime.step} was lost half-way ({type(error).__name__}: {error}); some parameters are "
-            "updated and others are not. Close this engine and start again from the last saved state"
+            f"updated and others are not. {way_out}"
         )
 
     def _refuse_scaled(self, group: FlatGroup, slot: int) -> None:
