@@ -36,9 +36,10 @@ class Want(IntEnum):
     CLIP = 20
     STEP = 21
     SETUP = 22
+    UNSCALE = 23
 
 
-_TOGETHER = frozenset({Want.CLIP, Want.STEP, Want.SETUP})
+_TOGETHER = frozenset({Want.CLIP, Want.STEP, Want.SETUP, Want.UNSCALE})
 _NAMES = {
     Want.GATHER: "needs parameters of {}",
     Want.REDUCE: "has a gradient of {}",
@@ -46,6 +47,7 @@ _NAMES = {
     Want.END_BACKWARD: "has ended its backward",
     Want.CLIP: "clips its gradients",
     Want.STEP: "is in optimizer.step()",
+    Want.UNSCALE: "takes the loss scale out",
     Want.SETUP: "is in infinity.offload()",
 }
 

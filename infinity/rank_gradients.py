@@ -136,11 +136,25 @@ class RankGradientSink(GradientSink):
         if not wanted:
             return []
         squares = torch.stack([self._gradients[group.index].norms[slot] for group, slot in wanted])
-        row = self._ranks.row
-        everyone = self._lockstep.exchange(squares)[row.start : row.stop]
-        keeps_whole = [group.grad_span != group.state_span for group, _ in wanted]
-        summed = torch.where(torch.tensor(keeps_whole), squares, everyone.sum(0))
-        return list(summed.sqrt().float())
+        if wanted[0][0].grad_span == wanted[0][0].state_span:  # in stage 1 every rank has all of it
+            row = self._ranks.row
+            squares = self._lockstep.exchange(squares)[row.start : row.stop].sum(0)
+        return list(squares.sqrt().float())
+
+    def overflowed(self) -> bool:
+        """Whether a gradient is infinite or NaN somewhere, on any rank. In a place where all ranks have met."""
+        self.wants_norms = True  # from now on it is seen while gradients are in memory
+        every = [(g.group, slot) for g in self._gradients.values() for slot in range(len(g.present))]
+        # Squares of fp32 numbers do not overflow in fp64, so their sum is finite where all of them are.
+        finite = [self._gradients[group.index].norms[slot].isfinite() for group, slot in self._measured(every)]
+        return bool(self._lockstep.exchange(torch.tensor([not all(finite)], dtype=torch.uint8)).any())
+
+    def multiply(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> bool:
+        is_done = super().multiply(group, slot, factor)
+        norms = self._gradients[group.index].norms
+        if is_done and slot in norms:
+            norms[slot] = norms[slot] * factor  # once more: these are squares
+        return is_done
 
     def _is_measured(self, gradient: GroupGradient) -> bool:
         return len(gradient.norms) == len(gradient.present)

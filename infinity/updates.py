@@ -171,11 +171,6 @@ class Updates:
         Raises:
             IterationError: `overlapped` has applied gradients with the scale in them.
         """
-        if self._runtime.lockstep is not None:
-            raise ConfigError(
-                "infinity.GradScaler works with one rank only: with several, one rank's overflow would have to be "
-                "known on all. Use precision='bf16', which needs no loss scale"
-            )
         if self.is_overlapped:
             error = ConfigError(
                 "schedule='overlapped' applies gradients as they arrive, with the loss scale in them and overflows "
@@ -185,6 +180,7 @@ class Updates:
                 self._tear(error)
                 self.raise_failure()
             raise error
+        self._meet(Want.UNSCALE, "the loss scales", hash(inverse))
         return self.scaling.unscale(inverse)
 
     def step(self, optimizer: OptimizerView) -> None:

@@ -76,6 +76,38 @@ def train_experts(folder: Path) -> tuple[dict[str, Tensor], int]:
         return gathered_parameters(model), lockstep.served
 
 
+def train_scaled(folder: Path) -> list[tuple[dict[str, Tensor], float, int]]:
+    """Only the second rank overflows, in the second of three steps; with gradients in memory, and spilled."""
+    rank, size = rank_and_size()
+    found = []
+    for number, budget in enumerate(("64MiB", "400KiB")):
+        model = build(Net)
+        with infinity.offload(model, make_config(folder / f"swap{number}", {"host": {"budget": budget}})):
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+            scaler = infinity.GradScaler(init_scale=2.0**10)
+            for step in range(STEPS):
+                loss = loss_of(model, batch(step, shape=(4, 11)).chunk(size)[rank])
+                if rank == 1 and step == 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            found.append((gathered_parameters(model), scaler.get_scale(), scaler.skipped_steps))
+    return found
+
+
+def train_without_the_second_step() -> dict[str, Tensor]:
+    model = build(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for step in (0, 2):
+        loss_of(model, batch(step, shape=(4, 11))).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
 def _said(action: Callable[[], object]) -> str:
     try:
         action()

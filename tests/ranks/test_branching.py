@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks.branching import fail, make_mistakes, train_experts, train_experts_plain
+from tests.ranks.branching import (
+    fail,
+    make_mistakes,
+    train_experts,
+    train_experts_plain,
+    train_scaled,
+    train_without_the_second_step,
+)
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 
@@ -30,6 +37,16 @@ def test_ranks_take_different_branches(tmp_path: Path) -> None:
     assert idle
     for name in idle:  # no gradient anywhere: no update, and no weight decay either
         assert torch.equal(ours[name], plain[name])
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    plain = train_without_the_second_step()
+    results = values(run_ranks(train_scaled, 2, tmp_path))
+    for parameters, scale, skipped in (found for result in results for found in result):
+        assert (scale, skipped) == (2.0**9, 1)
+        assert_same_bits(parameters, results[0][0][0])
+        for name, value in plain.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=2e-6, msg=name)
 
 
 def test_what_ranks_must_do_together_is_checked(tmp_path: Path) -> None:
