@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from infinity.cli.ranks import this_job
 from infinity.cli.settings import Training
 from infinity.data.batches import Batches
 from infinity.data.text import Text, load_text
@@ -27,10 +28,10 @@ def batches_of(training: Training, text: Text) -> Batches:
 def accumulate_gradients(
     model: nn.Module, batches: Batches, step: int, accumulate: int, device: torch.device
 ) -> float:
-    """Forward and backward of every micro-batch of a step; returns their mean loss."""
-    total = 0.0
+    """Forward and backward of every micro-batch of a step; returns their mean loss. Ranks take turns in the batches."""
+    total, job = 0.0, this_job()
     for micro in range(accumulate):
-        inputs, targets = batches.at(step * accumulate + micro)
+        inputs, targets = batches.at((step * accumulate + micro) * job.size + job.rank)
         loss = model(inputs.to(device), targets.to(device))
         (loss / accumulate).backward()
         total += loss.item()

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.format import INDEX_FILE
+from infinity.cli.ranks import this_job
 from infinity.cli.sizing import comfortable_budgets, minima_of
 from infinity.config import Config, DeviceKind, Durability, Precision, Schedule
 from infinity.durable.notes import StoredRun, read_run
 from infinity.errors import CheckpointError, ConfigError
 from infinity.models.gpt import GptShape
 from infinity.models.presets import DEFAULT_PRESET, PRESETS, Preset
+from infinity.sizes import parse_nbytes
 from storage.durable import DURABLE_PREFIX, durable_folder
 
 
@@ -107,6 +109,7 @@ def resolve(options: TrainOptions) -> RunSettings:
     preset = _preset_of(options)
     shape = _shape_of(options, preset)
     _check_durability(options)
+    _check_ranks(options)
     accumulate = options.accumulate or 1
     if options.clip is not None and not options.clip > 0:
         raise ConfigError(f"--clip {options.clip}: it must be greater than 0; leave it out not to clip")
@@ -168,6 +171,14 @@ def _check_directories(config: Config) -> None:
         raise ConfigError("--durability step keeps the run in its swap folders; say where: add --nvme DIR")
 
 
+def _check_ranks(options: TrainOptions) -> None:
+    given = {"--save": options.save, "--resume": options.resume, "--baseline": options.baseline}
+    one_rank_only = [name for name, value in given.items() if value]
+    size = this_job().size
+    if size > 1 and one_rank_only:
+        raise ConfigError(f"{one_rank_only[0]} works with one rank, and this job has {size}; leave it out")
+
+
 def _engine_config(options: TrainOptions) -> Config:
     config = Config.load(options.config) if options.config is not None else Config()
     changes: dict[str, Any] = {}
@@ -205,6 +216,9 @@ def _choose_schedule(config: Config, options: TrainOptions) -> tuple[Config, str
         )
     if config.schedule is not Schedule.AUTO:
         return config, f"schedule: {config.schedule.value} (asked for)"
+    if this_job().size > 1:
+        reason = "auto: several ranks agree on their gradients before the first update"
+        return config.with_(schedule=Schedule.SYNCHRONOUS), f"schedule: synchronous ({reason})"
     if needs_all:
         reason = f"{' and '.join(needs_all)} need all gradients before the first update"
         if config.durability is Durability.STEP:
@@ -225,6 +239,9 @@ def _choose_budgets(config: Config, shape: GptShape, preset: Preset | None) -> t
     else:
         device, host = comfortable_budgets(minima_of(shape, config))
         source = "derived from the model's size, far below its state"
+    job = this_job()
+    if job.size > 1:  # averaging a gradient takes device memory; the host budget is shared out among the ranks
+        device, host = 2 * parse_nbytes(device), job.local_size * parse_nbytes(host)
     changes: dict[str, Any] = {}
     if config.device.budget is None:
         changes["device"] = {"budget": device}

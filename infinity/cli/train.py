@@ -11,6 +11,7 @@ from infinity.cli.failures import deferred
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded
+from infinity.cli.ranks import this_job
 from infinity.cli.report import add_baseline, make_report, write_json
 from infinity.cli.settings import RunSettings, TrainOptions, resolve
 from infinity.cli.tables import summary
@@ -24,6 +25,8 @@ def train(options: TrainOptions) -> None:
         ConfigError, PlacementError: the run cannot work as asked; nothing was changed.
         InfinityError, StorageError: what went wrong while it ran; nothing is left behind.
     """
+    if not this_job().is_first:
+        options = replace(options, json=None, metrics=None, trace=None)
     settings = resolve(options)
     _check_outputs(options)
     _check_resume(options)
