@@ -70,8 +70,8 @@ def assemble(
         request = _request(model, config, units, groups, kernel, device, local_size, chunk_nbytes)
         if collectives is not None:
             _refuse_durable_ranks(config)
-            request = replace(request, ranks_nbytes=_ranks_nbytes(groups, collectives))
-        is_chosen = config.schedule is not Schedule.AUTO
+            request = _with_ranks(request, config, groups, collectives)
+        is_chosen = request.schedule is not Schedule.AUTO
         placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
         parts = (model, config, access, placement, units, groups, kernel, threads, device, collectives)
         blueprint = Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes)
@@ -112,6 +112,16 @@ def _local_size(collectives: Collectives | None) -> int:
         return 1
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() and int(given) else collectives.local_size()
+
+
+def _with_ranks(
+    request: Request, config: Config, groups: Sequence[FlatGroup], collectives: Collectives
+) -> Request:
+    request = replace(request, ranks_nbytes=_ranks_nbytes(groups, collectives))
+    if config.stage == 3 or config.schedule is not Schedule.AUTO:
+        return request
+    reason = f"auto: stage {config.stage} trades the updated parameters between the ranks in step()"
+    return replace(request, schedule=Schedule.SYNCHRONOUS, schedule_reason=reason)
 
 
 def _ranks_nbytes(groups: Sequence[FlatGroup], collectives: Collectives) -> int:
