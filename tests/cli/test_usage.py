@@ -46,7 +46,6 @@ def test_help_does_not_import_torch() -> None:
         (["--durability", "always"], "allowed: 'none', 'checkpoint', 'step'"),
         (["--schedule", "overlapped", "--accumulate", "2"], "contradicts --accumulate"),
         (["--schedule", "overlapped", "--clip", "1"], "contradicts --clip"),
-        (["--schedule", "deferred"], "not supported yet"),
         (["--clip", "0"], "greater than 0"),
         (["--io-timeout", "0"], "io_timeout_s"),
         (["--config", "missing.toml"], "cannot be read"),
