@@ -60,8 +60,8 @@ class Views:
         return sum(sys.getrefcount(one.tensor) <= holders[number] + 1 for number, one in distinct.items())
 
     def _group_of(self, tensor: torch.Tensor) -> FlatGroup | None:
-        is_strided = tensor.layout is torch.strided
-        return self._groups.get(tensor.untyped_storage()._cdata) if is_strided else None
+        with torch._C.DisableTorchFunctionSubclass():  # the parameters themselves may be freed by now
+            return self._groups.get(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
 
     @contextmanager
     def guarded_graphs(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Views:
         def unpack(saved: _Saved) -> torch.Tensor:
             tensor = saved.tensor
             group = self._group_of(tensor)
-            if group is not None and tensor.untyped_storage().nbytes() == 0:
+            if group is not None and group.flat.untyped_storage().nbytes() == 0:
                 raise NotGatheredError(
                     f"a backward needs parameters of {group.key} that were used inside `infinity.gathered(...)`, which "
                     "is over. Run the backward inside the block too"

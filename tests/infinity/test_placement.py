@@ -217,10 +217,11 @@ def test_kept_copies_leave_room_for_the_largest_shard(request: Request, data: st
     plan = plan_at(request, budget)
     streamed = [group for group in request.groups if group.index not in plan.pinned_params]
     largest = max((group.shard_nbytes for group in streamed), default=0)
-    order = [group.index for group in streamed]
+    uses = {g.index: [unit.index for unit in request.units if g in unit.groups] for g in streamed}
+    by_last_use, by_first_use = sorted(uses, key=lambda i: max(uses[i])), sorted(uses, key=lambda i: min(uses[i]))
     for kept, expected in (
-        (plan.keep_at_turn, order[len(order) - len(plan.keep_at_turn) :]),
-        (plan.keep_at_boundary, order[: len(plan.keep_at_boundary)]),
+        (plan.keep_at_turn, by_last_use[len(uses) - len(plan.keep_at_turn) :]),
+        (plan.keep_at_boundary, by_first_use[: len(plan.keep_at_boundary)]),
     ):
         assert kept == set(expected)
         assert sum(request.groups[index].shard_nbytes for index in kept) + largest <= max(plan.window_nbytes, largest)
