@@ -143,7 +143,7 @@ class Engine:
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
         """Total gradient norm before clipping, as last computed."""
-        return self._updates.last_grad_norm
+        return self._updates.gradients.last_norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -322,15 +322,15 @@ class Engine:
 
     def gradient_of(self, ref: ParameterRef) -> torch.Tensor | None:
         """What `parameter.grad` shows between backward and step."""
-        return None if self._runtime.is_closed else self._updates.gradient_of(ref.group, ref.slot)
+        return None if self._runtime.is_closed else self._updates.gradients.gradient_of(ref.group, ref.slot)
 
     def set_gradient(self, ref: ParameterRef, value: torch.Tensor | None) -> None:
         """What `parameter.grad = value` does; None forgets the gradient."""
         if value is not None:
             self._check_open()
-            self._updates.set_gradient(ref.group, ref.slot, value)
+            self._updates.gradients.set_gradient(ref.group, ref.slot, value)
         elif not self._runtime.is_closed:
-            self._updates.drop_gradient(ref.group, ref.slot)
+            self._updates.gradients.drop_gradient(ref.group, ref.slot)
 
     def hold(self, groups: list[FlatGroup]) -> AbstractContextManager[None]:
         """Hold groups gathered for a block; see `infinity.gathered`."""

@@ -87,7 +87,7 @@ class Iteration:
         if in_backward() or not self._occupancy.enter(backward_is_open=self._tasks.any_open):
             return
         runtime = self._runtime
-        self._updates.raise_failure()
+        self._updates.consistency.check()
         if self._tasks.any_open:
             _log.warning("the last backward failed; its gradients are discarded")
             self._abandon()
@@ -112,7 +112,7 @@ class Iteration:
     def leave_forward(self, output: Any) -> Any:
         """What the caller of the forward gets; `output` is None when it failed."""
         if output is None:
-            self._updates.notice_failure()
+            self._updates.consistency.notice_failure()
         if not in_backward() and self._occupancy.leave():
             self._is_in_forward = False
             used = [self._runtime.groups[index] for index in sorted(self._used_in_forward)]
@@ -207,7 +207,7 @@ class Iteration:
         if self._tasks.any_open and not in_backward():
             self.reset()
         else:
-            self._updates.discard()
+            self._updates.gradients.discard()
 
     def reset(self) -> None:
         """Abandon a failed iteration: nothing gathered, no gradient, no open graph task. The engine is usable again."""
@@ -222,7 +222,7 @@ class Iteration:
         for group in self._runtime.groups:
             for parameter in group.parameters:
                 set_fresh_grad(parameter, None)
-        self._updates.discard()
+        self._updates.gradients.discard()
         self._updates.abandon()
 
     def _drop_forward(self) -> None:
@@ -316,8 +316,7 @@ class Iteration:
         if fresh:
             self._updates.refuse_second(group)
         for slot in fresh:
-            self._updates.refuse_clipped(group, slot)
-            self._updates.scaling.refuse_more(group, slot)
+            self._updates.gradients.refuse_arrival(group, slot)
         self._runtime.sink.harvest(group)
         self._runtime.sink.settle(group)
         if is_final:

@@ -18,19 +18,17 @@ from typing import Protocol
 import torch
 
 from infinity.config import OptimizerKind, Schedule
+from infinity.consistency import Consistency
 from infinity.errors import ConfigError, IterationError
 from infinity.exchange import ParameterExchange
 from infinity.groups import FlatGroup
 from infinity.lockstep import Want
 from infinity.observe.stalls import StallCause
-from infinity.optim.clip import clip_coefficient, total_norm
 from infinity.optim.hyper import Hyper
 from infinity.optim.pipeline import GroupUpdate
 from infinity.optim.taking import take_optimizer
-from infinity.rank_gradients import RankGradientSink
-from infinity.released import ParameterRef, SpilledGradient
 from infinity.runtime import Runtime
-from infinity.scaling import Scaling
+from infinity.waiting_gradients import WaitingGradients
 from storage.types import Ticket
 
 _log = logging.getLogger(__name__)
@@ -54,20 +52,23 @@ class OptimizerView(Protocol):
 
 
 class Updates:
-    """Submits updates and ends steps. Used by the training thread."""
+    """Submits updates and ends steps. Used by the training thread.
+
+    Attributes:
+        consistency: whether the state is that of one step.
+        gradients: what waits for `step()`.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._optimizer: OptimizerView | None = None
         self._submitted: dict[int, Sequence[Hyper | None]] = {}
-        self._scales: dict[tuple[int, int], torch.Tensor] = {}  # clip coefficients by group and slot
-        self.scaling = Scaling(runtime.sink)
+        self.consistency = Consistency(runtime)
+        self.gradients = WaitingGradients(runtime, self._submitted)
         self._exchange = None
         if runtime.lockstep is not None and runtime.config.stage < 3:
             self._exchange = ParameterExchange(runtime, runtime.lockstep)
-        self._torn: str | None = None
         self._has_warned = False
-        self.last_grad_norm: torch.Tensor | None = None
 
     @property
     def optimizer(self) -> OptimizerView | None:
@@ -97,8 +98,7 @@ class Updates:
                 "this engine already has an optimizer; one optimizer with several parameter groups updates all of them"
             )
         if optimizer.max_grad_norm is not None:
-            self._refuse_clipping("max_grad_norm")
-            self._runtime.sink.wants_norms = True
+            self.gradients.prepare_clipping("max_grad_norm")
         take_optimizer(self._runtime, optimizer.kind)
         self._optimizer = optimizer
 
@@ -118,7 +118,7 @@ class Updates:
     def check_backward(self) -> None:
         """A backward begins."""
         self._runtime.check_open()  # a graph outlives the hooks
-        self.raise_failure()
+        self.consistency.check()
         if self.is_overlapped and self._optimizer is None:
             raise ConfigError(
                 "schedule='overlapped' updates parameters during backward; build infinity.AdamW(model.parameters()) "
@@ -150,20 +150,11 @@ class Updates:
             ConfigError: the schedule cannot clip, or one of these gradients has been scaled down in this step already.
             RankError: another rank clips other gradients, or none.
         """
-        self._refuse_clipping("clip_grad_norm_")
-        self._runtime.sink.wants_norms = True  # measured from now on while they are in memory
+        self.gradients.prepare_clipping("clip_grad_norm_")
         chosen = list(slots)
-        self._meet(Want.CLIP, "the parameters to clip", hash(tuple((group.index, slot) for group, slot in chosen)))
-        return self._clip(chosen, max_norm)
-
-    def _clip(self, chosen: Sequence[tuple[FlatGroup, int]], max_norm: float) -> torch.Tensor:
-        norm = total_norm(self._norms(chosen))
-        coefficient = clip_coefficient(norm, max_norm)
-        for group, slot in chosen:
-            self._refuse_scaled(group, slot)
-            self._scales[group.index, slot] = coefficient
-        self.last_grad_norm = norm
-        return norm
+        places = hash(tuple((group.index, slot) for group, slot in chosen))
+        self.gradients.agree(Want.CLIP, "the parameters to clip", places)
+        return self.gradients.clip(chosen, max_norm)
 
     def unscale(self, inverse: float) -> bool:
         """Take the loss scale out of the gradients that wait. True when one of them is infinite or NaN.
@@ -177,11 +168,10 @@ class Updates:
                 "too. Use schedule='synchronous' with a loss scale"
             )
             if self._submitted:
-                self._tear(error)
-                self.raise_failure()
+                self.consistency.lose_step(error)
+                self.consistency.check()
             raise error
-        self._meet(Want.UNSCALE, "the loss scales", hash(inverse))
-        return self.scaling.unscale(inverse)
+        return self.gradients.unscale(inverse)
 
     def step(self, optimizer: OptimizerView) -> None:
         """End the step: every update is computed, or deferred to the next use of its group.
@@ -189,15 +179,15 @@ class Updates:
         Writes to the swap files may still be under way behind it.
         """
         runtime = self._runtime
-        self.raise_failure()
+        self.consistency.check()
         later: list[GroupUpdate] = []
         if self.is_overlapped:
             self._check_unchanged(optimizer)
         else:
-            self._meet(Want.STEP, "the steps taken")
+            self.gradients.agree(Want.STEP, "the steps taken")
             self._finish_deferred()
             if optimizer.max_grad_norm is not None:
-                self._clip(list(optimizer.slots()), optimizer.max_grad_norm)
+                self.gradients.clip(optimizer.slots(), optimizer.max_grad_norm)
             runtime.sink.check_writes()
             later = self._submit_pending()
         runtime.step += 1
@@ -210,81 +200,13 @@ class Updates:
         except BaseException as error:
             if self._exchange is not None:
                 self._exchange.abandon(error)
-            self._tear(error)
+            self.consistency.lose_step(error)
             raise
         for group in runtime.gatherer.gathered():  # resident, or held by a `gathered()` block around the step
             if group.index in self._submitted and runtime.gatherer.is_gathered(group):
                 runtime.gatherer.refresh(group)
         self._submitted.clear()
-        self._scales.clear()
-        self.scaling.clear()
-
-    def gradient_of(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
-        """The gradient that waits for `step()`, or None.
-
-        Raises:
-            IterationError: `overlapped` has applied it already; a caller that clips or reads it would be misled.
-        """
-        used = self._submitted.get(group.index)
-        if used is not None and used[slot] is not None:
-            raise IterationError(
-                f"the gradient of {group.layout.slots[slot].name!r} was applied during backward, because the "
-                "schedule is 'overlapped'. Use schedule='synchronous' to read, change or clip gradients before step()"
-            )
-        gradient = self._runtime.sink.view(group, slot)
-        scale = self._scales.get((group.index, slot))
-        if type(gradient) is SpilledGradient:
-            gradient.kept = (self, group, slot)
-        elif gradient is not None and scale is not None and not isinstance(gradient, SpilledGradient):
-            gradient.mul_(self._scales.pop((group.index, slot)))  # whoever looks sees what was clipped
-        return gradient
-
-    def norm_of_spilled(self, group: FlatGroup, slot: int) -> torch.Tensor:
-        """The 2-norm of a gradient in the swap file.
-
-        Raises:
-            ConfigError: it has been scaled already; the norm of what it will be is not known to the last bit.
-        """
-        self._refuse_scaled(group, slot)
-        self._runtime.sink.wants_norms = True  # measured from now on while they are in memory
-        return self._runtime.sink.norms([(group, slot)])[0].clone()
-
-    def scale_spilled(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> None:
-        """Multiply a gradient in the swap file by `factor` (0-dim), when the step reads it.
-
-        Raises:
-            ConfigError: it has been scaled already.
-        """
-        self._refuse_scaled(group, slot)
-        self._scales[group.index, slot] = factor.detach().clone()
-
-    def set_gradient(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
-        """Make `value` the gradient that waits for `step()`.
-
-        Raises:
-            ConfigError: the shape differs, or the schedule applies gradients as they arrive.
-        """
-        place = group.layout.slots[slot]
-        if self.is_overlapped:
-            raise ConfigError(
-                f"setting the gradient of {place.name!r} needs a step that waits for it; use schedule='synchronous'"
-            )
-        if tuple(value.shape) != place.shape:
-            raise ConfigError(f"the gradient of {place.name!r} has shape {place.shape}, got {tuple(value.shape)}")
-        waiting = self.gradient_of(group, slot)
-        if isinstance(waiting, SpilledGradient):
-            self.scaling.drop(group, slot)
-        if waiting is None or isinstance(waiting, SpilledGradient):
-            self._finish_update(group)
-            self._runtime.sink.put(group, slot, value.detach())
-        else:
-            waiting.copy_(value.detach())  # the same memory after an in-place change: nothing happens
-
-    def drop_gradient(self, group: FlatGroup, slot: int) -> None:
-        """Forget the gradient of one parameter, and how it was to be clipped. Idempotent."""
-        self._runtime.sink.drop(group, slot)
-        self._scales.pop((group.index, slot), None)
-        self.scaling.drop(group, slot)
+        self.gradients.used()
 
     def refuse_edited(self, groups: Iterable[FlatGroup]) -> None:
         """Groups are about to be updated, or have been during backward.
@@ -312,46 +234,10 @@ class Updates:
                     "values are there after optimizer.step()"
                 )
 
-    def refuse_clipped(self, group: FlatGroup, slot: int) -> None:
-        """A gradient arrives for a slot.
-
-        Raises:
-            IterationError: what is there already has been clipped; the clipping would reach the new one too.
-        """
-        if self._scales.get((group.index, slot), 1.0) != 1.0:
-            raise IterationError(
-                f"a second gradient for {group.layout.slots[slot].name!r} arrived after its gradient had been clipped; "
-                "clip once, after the last backward before optimizer.step()"
-            )
-
-    def discard(self) -> None:
-        """Forget gradients that no step has used."""
-        self._runtime.sink.discard()
-        self._scales.clear()
-        self.scaling.clear()
-
     def wait_written(self) -> None:
         """Wait until the swap files hold every update, those that were deferred too."""
         self._runtime.land_updates()
         self._runtime.sink.check_writes()
-
-    def raise_failure(self) -> None:
-        """Raise what failed behind the training thread, once as itself and from then on as a lost state.
-
-        Raises:
-            IterationError: an update was lost; the parameters belong to two different steps.
-        """
-        if self._torn is not None:
-            raise IterationError(self._torn) from self._runtime.failure.error
-        if self._runtime.failure.error is not None:
-            error = self._runtime.failure.error
-            self._tear(error)
-            raise error
-
-    def notice_failure(self) -> None:
-        """An iteration failed. If that was a lost update, which it has raised, the state is lost from now on."""
-        if self._runtime.failure.error is not None and self._torn is None:
-            self._tear(self._runtime.failure.error)
 
     def settle(self, purpose: str) -> None:
         """Wait until the swap files hold every update of the steps so far.
@@ -367,83 +253,20 @@ class Updates:
         self.wait_written()
 
     @contextmanager
-    def replacing(self, what: str) -> Iterator[None]:
-        """All parameters and their state are replaced in this block; if it fails, they belong to two states.
-
-        Raises:
-            IterationError: an update was lost before.
-        """
-        if self._runtime.failure.error is not None:
-            self.raise_failure()
-        self._torn = f"{what} has not finished"
-        try:
-            yield
-        except BaseException as error:
-            self._torn = (
-                f"{what} failed half-way ({type(error).__name__}: {error}); some parameters are the new ones and "
-                "others are not. Load a complete checkpoint, or close this engine and start again"
-            )
-            raise
-        self._torn = None
-
-    @contextmanager
     def restoring(self, what: str) -> Iterator[None]:
-        """The whole state is replaced in this block by one that was committed; what was lost before is forgotten."""
-        self._torn = f"{what} has not finished"
-        try:
+        """The whole state is replaced in this block by one that was committed; the running step is forgotten."""
+        with self.consistency.restoring(what):
             yield
-        except BaseException as error:
-            self._torn = (
-                f"{what} failed ({type(error).__name__}: {error}); try again when the cause is gone, or close this "
-                "engine and resume in a new process"
-            )
-            raise
-        self._torn = None
-        self._runtime.failure.error = None
         self._submitted.clear()
-        self._scales.clear()
+        self.gradients.used()
 
     def abandon(self) -> None:
         """The running iteration failed. What was already applied cannot be taken back."""
         if self._submitted:
-            self._tear(RuntimeError("the backward failed after some parameters had been updated"))
+            self.consistency.lose_step(RuntimeError("the backward failed after some parameters had been updated"))
         self._submitted.clear()
 
     # Parts -----------------------------------------------------------------------------------------------------
-
-    def _meet(self, boundary: Want, what: str, value: int = 0) -> None:
-        """Wait for all ranks, and agree on the gradients that are there."""
-        runtime = self._runtime
-        if runtime.lockstep is None or not isinstance(runtime.sink, RankGradientSink):
-            return
-        discards = runtime.sink.discards
-        runtime.lockstep.agree(boundary, f"{what}, or the gradients thrown away,", value, runtime.step, discards)
-        runtime.sink.agree([group for group in runtime.groups if group.trainable])
-
-    def _tear(self, error: BaseException) -> None:
-        self._runtime.failure.note(error)
-        committer = self._runtime.committer
-        way_out = "Close this engine and start again from the last saved state"
-        if committer is not None:
-            way_out = f"When the cause is gone, engine.restore() goes back to step {committer.store.step}"
-        self._torn = (
-            f"step {self._runtime.step} was lost half-way ({type(error).__name__}: {error}); some parameters are "
-            f"updated and others are not. {way_out}"
-        )
-
-    def _refuse_scaled(self, group: FlatGroup, slot: int) -> None:
-        if self._scales.get((group.index, slot), 1.0) != 1.0:
-            raise ConfigError(
-                f"the gradient of {group.layout.slots[slot].name!r} is clipped twice in one step; clip every "
-                "parameter once, with max_grad_norm or with clip_grad_norm_"
-            )
-
-    def _refuse_clipping(self, what: str) -> None:
-        if self.is_overlapped:
-            raise ConfigError(
-                f"{what} needs the norm of all gradients before the first update, but schedule='overlapped' applies "
-                "each gradient as it arrives. Use schedule='synchronous'"
-            )
 
     def _has_gradient(self, group: FlatGroup) -> bool:
         return any(self._runtime.sink.has(group, slot) for slot in range(len(group.layout.slots)))
@@ -472,30 +295,12 @@ class Updates:
             try:
                 self._wait_computed(waiting)
             except BaseException as error:
-                self._tear(error)
+                self.consistency.lose_step(error)
                 raise
-
-    def _finish_update(self, group: FlatGroup) -> None:
-        """A group's last update goes before anything that needs its result or the memory of its gradient."""
-        runtime, update = self._runtime, self._runtime.copies[group.index].update
-        if not update.done:
-            runtime.io.post(runtime.read_ahead.want, group.index)
-            runtime.stalls.wait(update, StallCause.OPTIMIZER)
 
     def _wait_computed(self, updates: Iterable[GroupUpdate]) -> None:
         for update in updates:
             self._runtime.stalls.wait(update.computed, StallCause.OPTIMIZER)
-
-    def _factors_of(self, group: FlatGroup) -> list[torch.Tensor | None]:
-        """By slot, what its gradient is still to be multiplied by."""
-        slots = range(len(group.layout.slots))
-        return [self.scaling.times(group, slot, self._scales.get((group.index, slot))) for slot in slots]
-
-    def _norms(self, slots: Sequence[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
-        present = [(group, slot) for group, slot in slots if self._runtime.sink.has(group, slot)]
-        norms = self._runtime.sink.norms(present)
-        scaled = (self.scaling.times(*place, norm) for place, norm in zip(present, norms, strict=True))
-        return [norm for norm in scaled if norm is not None]
 
     def _submit(self, groups: Sequence[FlatGroup]) -> None:
         """Start the updates of groups, whose gradients are final."""
@@ -537,7 +342,7 @@ class Updates:
                 gradient=gradient,
                 hypers=hypers,
                 steps=tuple(state.steps),
-                grad_scales=self._factors_of(group),
+                grad_scales=self.gradients.factors_of(group),
                 step=runtime.step,
                 computed=Ticket(f"update of {group.key}"),
                 written=Ticket(f"write-back of {group.key}"),
@@ -547,16 +352,3 @@ class Updates:
             updates.append(update)
         runtime.in_flight.extend(updates)
         return updates
-
-
-def slots_of(parameters: Iterable[torch.Tensor], refs: Iterable[ParameterRef | None]) -> list[tuple[FlatGroup, int]]:
-    """The slots behind parameters; a parameter that is not offloaded is refused."""
-    found = []
-    for parameter, ref in zip(parameters, refs, strict=True):
-        if ref is None:
-            raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is not offloaded; pass parameters of the "
-                "offloaded model"
-            )
-        found.append((ref.group, ref.slot))
-    return found

@@ -47,7 +47,7 @@ def load_checkpoint(
     updates.settle("loading")
     iteration.reset()
     refuse_gathered(runtime)
-    with updates.replacing(f"loading {folder}"):
+    with updates.consistency.replacing(f"loading {folder}"):
         stand_still(runtime)
         with Tiers(runtime) as tiers, _Source(folder, index) as source:
             for group in runtime.groups:

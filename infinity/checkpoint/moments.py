@@ -30,7 +30,7 @@ def read_states(runtime: Runtime, updates: Updates) -> SlotStates:
     Raises:
         IterationError: an update was lost, or the running step has been applied in part.
     """
-    updates.raise_failure()
+    updates.consistency.check()
     updates.settle("reading the optimizer's state")
     found: SlotStates = {}
     names = runtime.kernel.moments
@@ -57,7 +57,7 @@ def write_states(runtime: Runtime, updates: Updates, states: SlotStates) -> None
         IterationError: an update was lost, or the running step has been applied in part.
     """
     updates.settle("replacing the optimizer's state")
-    with updates.replacing("replacing the optimizer's state"), Tiers(runtime) as tiers:
+    with updates.consistency.replacing("replacing the optimizer's state"), Tiers(runtime) as tiers:
         for index, state in runtime.states.items():
             slots = [states.get((index, number)) for number in range(len(state.group.layout.slots))]
             for span in tiers.spans(state.group):

@@ -38,7 +38,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None,
 ) -> None:
     """Write everything a run needs to go on; see `Engine.save`."""
-    updates.raise_failure()
+    updates.consistency.check()
     updates.settle("saving")
     packed = pack_extra(extra)
     entries = optimizer_entries(optimizer, runtime.groups) if optimizer is not None else None

@@ -100,7 +100,7 @@ class Journal:
             raise IterationError(
                 "engine.note() after the next step has begun; call it between optimizer.step() and the next forward"
             )
-        self._updates.raise_failure()
+        self._updates.consistency.check()
         self._extra, self._rng = pack_extra(extra), rng_state()
         self._is_noted = self._has_extra = self._is_open = True
         self.seal()

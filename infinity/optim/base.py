@@ -15,7 +15,6 @@ from infinity.groups import FlatGroup
 from infinity.optim.hyper import Hyper
 from infinity.optim.torch_state import states_of, torch_state
 from infinity.released import ref_of
-from infinity.updates import slots_of
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -72,7 +71,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_settings(added)
         parameters = added["params"]
         refs = [ref_of(parameter) for parameter in parameters]
-        for group, slot in slots_of(parameters, refs):
+        for group, slot in slots_of(parameters):
             self._places[group.index, slot] = added
         for ref in refs:
             if ref is None or not isinstance(ref.access, Engine):
@@ -106,7 +105,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it has other parameter groups, is of another optimizer, or of parameters of other shapes.
         """
-        slots = [slots_of(params, [ref_of(p) for p in params]) for params in (g["params"] for g in self.param_groups)]
+        slots = [slots_of(params) for params in (g["params"] for g in self.param_groups)]
         states = states_of(state_dict, slots, self.kind)
         if self._engine is not None:
             self._engine.write_optimizer_state(states)
@@ -134,7 +133,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Every slot, in the order of the parameter groups."""
         for param_group in self.param_groups:
             parameters = param_group["params"]
-            yield from slots_of(parameters, [ref_of(p) for p in parameters])
+            yield from slots_of(parameters)
 
     @overload
     def step(self, closure: None = ...) -> None: ...
@@ -187,8 +186,22 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refs = [ref_of(parameter) for parameter in chosen]
-    slots = slots_of(chosen, refs)
+    slots = slots_of(chosen)
     engine = next((ref.access for ref in refs if ref is not None), None)
     if not isinstance(engine, Engine):
         raise ConfigError("clip_grad_norm_ was given no parameter of an offloaded model")
     return engine.clip(slots, max_norm)
+
+
+def slots_of(parameters: Iterable[torch.Tensor]) -> list[tuple[FlatGroup, int]]:
+    """The slots behind parameters; a parameter that is not offloaded is refused."""
+    found = []
+    for parameter in parameters:
+        ref = ref_of(parameter)
+        if ref is None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is not offloaded; pass parameters of the "
+                "offloaded model"
+            )
+        found.append((ref.group, ref.slot))
+    return found
