@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
+from infinity.config_errors import explain
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, Nbytes, NbytesOrZero, format_nbytes, parse_nbytes
+
+if TYPE_CHECKING:
+    from infinity.migration.report import Migration
 
 _SIZES = {"budget", "chunk", "resident_threshold", "block_nbytes", "h2d_bytes_per_s", "d2h_bytes_per_s"}
 _PAGE_NBYTES = 4096  # swap files are read and written in pages; `storage` is not imported for one number
@@ -176,7 +179,7 @@ class _Section(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConfigError(_explain(type(self), error)) from None
+            raise ConfigError(explain(type(self), error)) from None
 
     # Marks __init__ as one that pydantic may bypass for nested sections: errors then keep their full path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -323,6 +326,26 @@ class Config(_Section):
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
+    @classmethod
+    def from_deepspeed(
+        cls, source: str | Path | Mapping[str, Any], *, on_report: "Callable[[Migration], object]" = print
+    ) -> Self:
+        """The settings of a DeepSpeed configuration; what became of each of them is printed.
+
+        Args:
+            source: DeepSpeed's JSON file, or its contents.
+            on_report: gets the whole report instead of `print`; what the loop has to do (accumulate, clip, scale
+                losses) is in `report.loop`.
+
+        Raises:
+            ConfigError: the file cannot be read, or a value is of the wrong kind.
+        """
+        from infinity.migration.deepspeed import read_deepspeed
+
+        migration = read_deepspeed(source)
+        on_report(migration)
+        return cls(**{name: getattr(migration.config, name) for name in migration.config.model_fields_set})
+
     def describe(self) -> str:
         """One line per setting, `name = value`, sizes readable, what was not given marked as the default."""
         return "\n".join(_lines(self, prefix=""))
@@ -362,33 +385,3 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(item.__qualname__ if isinstance(item, type) else str(item) for item in value) or "none"
     return "unset" if value is None else str(value)
-
-
-def _explain(model: type[BaseModel], error: ValidationError) -> str:
-    lines = [_explain_one(model, details) for details in error.errors(include_url=False)]
-    if len(lines) == 1:
-        return lines[0]
-    return f"{len(lines)} settings are wrong:" + "".join(f"\n  {line}" for line in lines)
-
-
-def _explain_one(model: type[BaseModel], details: ErrorDetails) -> str:
-    where, value = details["loc"], details["input"]
-    name = ".".join(str(part) for part in where)
-    if details["type"] == "extra_forbidden":
-        return f"{name} = {value!r}: unknown setting; {_nearest(model, where)}"
-    cause = details.get("ctx", {}).get("error")
-    reason = str(cause) if cause is not None else details["msg"]
-    if isinstance(value, Mapping | BaseModel):  # a check over several fields names them itself
-        return f"{name}: {reason}" if name else reason
-    return f"{name} = {value!r}: {reason}"
-
-
-def _nearest(model: type[BaseModel], where: tuple[int | str, ...]) -> str:
-    owner = model
-    for part in where[:-1]:
-        annotation = owner.model_fields[str(part)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            owner = annotation
-    names = list(owner.model_fields)
-    near = get_close_matches(str(where[-1]), names, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"allowed: {', '.join(names)}"

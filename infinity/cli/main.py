@@ -11,6 +11,7 @@ import typer
 from infinity.cli.bench import app as bench
 from infinity.cli.doctor import doctor
 from infinity.cli.failures import deferred, reported
+from infinity.cli.migrate import migrate
 from infinity.cli.plan import plan
 from infinity.models.presets import DEFAULT_PRESET, describe_presets
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command(epilog=_EPILOG)(doctor)
 app.command(epilog=_EPILOG)(plan)
+app.command(epilog=_EPILOG)(migrate)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Settings of other engines, read and explained."""
