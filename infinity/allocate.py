@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,11 +12,14 @@ from torch import nn
 
 from infinity.collectives import Collectives
 from infinity.config import Calibrate, Config, Precision, Schedule
+from infinity.device_memory import DeviceMemory
 from infinity.devices.base import Device
 from infinity.durable.committer import Committer
 from infinity.errors import ConfigError
 from infinity.gather import Gatherer
-from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
+from infinity.gradient_blocks import GradientBlocks
+from infinity.gradient_sink import GradientSink
+from infinity.gradients import gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit, backward_order
 from infinity.io_loop import IoLoop
 from infinity.lockstep import Lockstep
@@ -111,45 +114,19 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
 
 def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     """The parts that decide, over the resources they decide about."""
-    read_ahead = ReadAhead(
-        store=made.store,
-        pool=made.pool,
-        window=made.budgets["window"],
-        copies=made.copies,
-        groups_of_unit=[[g.index for g in unit.groups] for unit in plan.units],
-        uses=plan.placement.uses,
-        keep_after_backward=plan.placement.schedule is Schedule.OVERLAPPED,
-        link_timeout_s=plan.config.nvme.io_timeout_s,
-        on_failure=made.failure.note,
-    )
-    pipeline = UpdatePipeline(
-        store=made.store,
-        pool=made.pool,
-        budget=made.budgets["pipeline"],
-        kernel=plan.kernel,
-        worker=made.worker,
-        read_ahead=read_ahead,
-        on_failure=made.failure.note,
-        on_chunk=lambda name, start_s, duration_s: made.trace.add(name, "optimizer", start_s, duration_s),
-        link_timeout_s=plan.config.nvme.io_timeout_s,
-    )
+    read_ahead = _read_ahead(plan, made)
+    pipeline = _pipeline(plan, made, read_ahead)
     inspection = Inspection(made.copies, made.budgets, made.store, pipeline)
-    stalls = StallClock(
-        plan.config.nvme.io_timeout_s,
-        progress=inspection.progress,
-        report=inspection.report,
-        on_stall=lambda cause, start_s, duration_s: made.trace.add(cause, "stall", start_s, duration_s),
-    )
-    in_flight: list[GroupUpdate] = []
+    stalls = _stall_clock(plan, made, inspection)
     for group in plan.groups:
         group.attach(plan.device.torch_device, plan.access)
-
-    def retire_gradient() -> bool:
-        return sink.retire_first()
-
+    in_flight: list[GroupUpdate] = []
     lockstep = Lockstep(plan.collectives, stalls) if plan.collectives is not None else None
-    gatherer = Gatherer(plan.device, plan.groups, made.copies, read_ahead, made.io, stalls, retire_gradient, lockstep)
-    sink = _sink(plan, made, stalls, in_flight, gatherer.free_ahead, lockstep)
+    memory = DeviceMemory(plan.device)
+    blocks = GradientBlocks(memory, stalls)
+    gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, read_ahead, made.io, stalls, lockstep)
+    memory.ask(blocks.free_first, gatherer.free_ahead)
+    sink = _sink(plan, made, blocks, stalls, in_flight, lockstep)
     if lockstep is not None and isinstance(sink, RankGradientSink):
         lockstep.serve(plan.groups, gatherer.lend, sink.join)
     return Runtime(
@@ -183,6 +160,43 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     )
 
 
+def _read_ahead(plan: Blueprint, made: _Resources) -> ReadAhead:
+    return ReadAhead(
+        store=made.store,
+        pool=made.pool,
+        window=made.budgets["window"],
+        copies=made.copies,
+        groups_of_unit=[[g.index for g in unit.groups] for unit in plan.units],
+        uses=plan.placement.uses,
+        keep_after_backward=plan.placement.schedule is Schedule.OVERLAPPED,
+        link_timeout_s=plan.config.nvme.io_timeout_s,
+        on_failure=made.failure.note,
+    )
+
+
+def _pipeline(plan: Blueprint, made: _Resources, read_ahead: ReadAhead) -> UpdatePipeline:
+    return UpdatePipeline(
+        store=made.store,
+        pool=made.pool,
+        budget=made.budgets["pipeline"],
+        kernel=plan.kernel,
+        worker=made.worker,
+        read_ahead=read_ahead,
+        on_failure=made.failure.note,
+        on_chunk=lambda name, start_s, duration_s: made.trace.add(name, "optimizer", start_s, duration_s),
+        link_timeout_s=plan.config.nvme.io_timeout_s,
+    )
+
+
+def _stall_clock(plan: Blueprint, made: _Resources, inspection: Inspection) -> StallClock:
+    return StallClock(
+        plan.config.nvme.io_timeout_s,
+        progress=inspection.progress,
+        report=inspection.report,
+        on_stall=lambda cause, start_s, duration_s: made.trace.add(cause, "stall", start_s, duration_s),
+    )
+
+
 def _committer(plan: Blueprint, made: _Resources, stalls: StallClock) -> Committer | None:
     if not isinstance(made.store, VersionedStore):
         return None
@@ -203,9 +217,9 @@ def _expected_order(units: Sequence[Unit]) -> AccessOrder:
 def _sink(
     plan: Blueprint,
     made: _Resources,
+    blocks: GradientBlocks,
     stalls: StallClock,
     in_flight: list[GroupUpdate],
-    free_ahead: Callable[[], bool],
     lockstep: Lockstep | None,
 ) -> GradientSink:
     make = GradientSink if lockstep is None else partial(RankGradientSink, lockstep=lockstep)
@@ -217,7 +231,7 @@ def _sink(
         transit=made.budgets["transit"],
         spilled=plan.placement.spilled_gradients,
         updates_in_flight=lambda: any(not update.written.done for update in in_flight),
-        free_ahead=free_ahead,
+        blocks=blocks,
         stalls=stalls,
     )
     sink.wants_peaks = plan.config.precision is Precision.FP16

@@ -10,11 +10,12 @@ device thread, which counts as the same: one of them waits while the other runs)
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from enum import Enum
 
 import torch
 
+from infinity.device_memory import DeviceMemory
 from infinity.devices.base import Device, DeviceBlock, Fence
 from infinity.errors import DeviceOutOfMemoryError
 from infinity.groups import FlatGroup
@@ -62,24 +63,24 @@ class Gatherer:
         device: where flat buffers live; its budget is a ceiling.
         copies: host copies by group index.
         read_ahead, io: the scheduler and the loop it runs on.
-        retire_gradient: waits for device memory that a gradient gives back; False when none is on its way down.
+        memory: of that device.
         lockstep: where other ranks hold parts of the shards; None with one rank.
     """
 
     def __init__(
         self,
         device: Device,
+        memory: DeviceMemory,
         groups: Sequence[FlatGroup],
         copies: Sequence[HostCopy],
         read_ahead: ReadAhead,
         io: IoLoop,
         stalls: StallClock,
-        retire_gradient: Callable[[], bool],
         lockstep: Lockstep | None = None,
     ) -> None:
         self._lockstep = lockstep
         self._device = device
-        self._retire_gradient = retire_gradient
+        self._memory = memory
         self._copies = copies
         self._read_ahead = read_ahead
         self._io = io
@@ -236,7 +237,7 @@ class Gatherer:
             else:
                 collectives.lend(own, wanting)
         finally:
-            self._device.free(block)
+            self._memory.free(block)
 
     def unclaim(self, group: FlatGroup) -> None:
         """Give up a claim made with `claim`."""
@@ -315,20 +316,16 @@ class Gatherer:
         gathering.group.show_gathered()
 
     def _allocate(self, nbytes: int, owner: str) -> DeviceBlock:
-        """Device memory. Gradients on their way down give theirs back first, then what was uploaded ahead."""
-        while True:
-            try:
-                return self._device.allocate(nbytes, owner)
-            except DeviceOutOfMemoryError as error:
-                if self._retire_gradient() or self.free_ahead():
-                    continue
-                if self._viewed:
-                    keys = ", ".join(sorted({viewed.key for viewed, _ in self._viewed.values()}))
-                    raise DeviceOutOfMemoryError(
-                        f"{error}. Tensors taken inside `infinity.gathered(...)` are still in use and keep the memory "
-                        f"of {keys}: keep a clone instead, or delete them"
-                    ) from error
+        try:
+            return self._memory.allocate(nbytes, owner)
+        except DeviceOutOfMemoryError as error:
+            if not self._viewed:
                 raise
+            keys = ", ".join(sorted({viewed.key for viewed, _ in self._viewed.values()}))
+            raise DeviceOutOfMemoryError(
+                f"{error}. Tensors taken inside `infinity.gathered(...)` are still in use and keep the memory "
+                f"of {keys}: keep a clone instead, or delete them"
+            ) from error
 
     def free_ahead(self) -> bool:
         """Free one group that was only uploaded ahead, or that nobody looks at any more. False when there is none."""
@@ -351,7 +348,7 @@ class Gatherer:
         """The engine forgets a group's device memory, which goes when the last tensor over it does."""
         gathering.group.show_released()
         if gathering.block is not None:
-            self._device.free(gathering.block)
+            self._memory.free(gathering.block)
             gathering.block = None
         gathering.state = GatherState.RELEASED
 
@@ -361,7 +358,7 @@ class Gatherer:
             gathering.group.free_flat()
         finally:
             if gathering.block is not None:
-                self._device.free(gathering.block)
+                self._memory.free(gathering.block)
                 gathering.block = None
             gathering.state = GatherState.RELEASED
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from infinity.devices.base import Fence
-from infinity.gradients import GRAD_DTYPE, GradientSink, GroupGradient
+from infinity.gradient_sink import GradientSink
+from infinity.gradients import GRAD_DTYPE, GroupGradient
 from infinity.groups import FlatGroup
 from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause
@@ -51,7 +52,7 @@ class RankGradientSink(GradientSink):
     def _take_down(self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]]) -> None:
         """Announce a gradient; `join` brings this rank's span of the average to host memory."""
         gradient = self._open(group)  # what can go wrong goes wrong before others wait for this rank
-        block = self._allocate(group.layout.numel * GRAD_DTYPE.itemsize, f"reduction of {group.key}")
+        block = self._blocks.allocate(group.layout.numel * GRAD_DTYPE.itemsize, f"reduction of {group.key}")
         try:
             with torch.inference_mode(False), torch.no_grad():
                 flat = torch.zeros(group.layout.numel, dtype=GRAD_DTYPE, device=self._device.torch_device)
@@ -61,9 +62,7 @@ class RankGradientSink(GradientSink):
                     if grad is not None:
                         flat[slot.offset : slot.stop].copy_(grad.reshape(-1))
                         gradient.present[number] = True
-            reserved = self._blocks.pop(group.index, None)
-            if reserved is not None:
-                self._device.free(reserved)
+            self._blocks.cancel(group)
             self._lockstep.reduce(group, flat)
         finally:
             self._device.free(block)
@@ -80,7 +79,7 @@ class RankGradientSink(GradientSink):
         collectives = self._lockstep.collectives
         adds_zeros = flat is None and collectives.uses_nccl
         numel = own.numel * _spans(self._ranks.replicas) + group.layout.numel * (keeps_whole + adds_zeros)
-        block = self._allocate(numel * GRAD_DTYPE.itemsize, f"average of {group.key}")
+        block = self._blocks.allocate(numel * GRAD_DTYPE.itemsize, f"average of {group.key}")
         fences: list[Fence] = []
         try:
             with torch.inference_mode(False):
@@ -108,11 +107,11 @@ class RankGradientSink(GradientSink):
                 )
             )
         finally:
-            self._retiring.append((fences, block))
+            self._blocks.leave(fences, block)
         gradient.is_filled = True
         gradient.norms.clear()
         self._watch(gradient, fences)
-        self._retire()
+        self._blocks.free_left()
         self.settle(group)
 
     # Step ------------------------------------------------------------------------------------------------------

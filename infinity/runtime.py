@@ -14,7 +14,7 @@ from infinity.devices.base import Device
 from infinity.durable.committer import Committer
 from infinity.errors import InfinityError
 from infinity.gather import Gatherer
-from infinity.gradients import GradientSink
+from infinity.gradient_sink import GradientSink
 from infinity.groups import FlatGroup, Unit
 from infinity.io_loop import IoLoop
 from infinity.lockstep import Lockstep

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from infinity.errors import IterationError
-from infinity.gradients import GradientSink
+from infinity.gradient_sink import GradientSink
 from infinity.groups import FlatGroup
 
 _Key = tuple[int, int]  # index of the group, number of the slot

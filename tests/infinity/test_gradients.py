@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.device_memory import DeviceMemory
 from infinity.devices.base import DeviceBlock
 from infinity.devices.cpu import CpuDevice
 from infinity.errors import DeviceOutOfMemoryError
-from infinity.gradients import GradientSink, gradient_key, gradient_nbytes
+from infinity.gradient_blocks import GradientBlocks
+from infinity.gradient_sink import GradientSink
+from infinity.gradients import gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.released import Access, fresh_grad, set_fresh_grad
@@ -51,6 +54,9 @@ class Bench:
         self.updating = False
         self.ahead: DeviceBlock | None = None
         self.stalls = StallClock(20.0, progress=lambda: 0, report=lambda: "")
+        memory = DeviceMemory(self.device)
+        blocks = GradientBlocks(memory, self.stalls)
+        memory.ask(blocks.free_first, self._free_ahead)
         self.sink = GradientSink(
             device=self.device,
             pool=self.pool,
@@ -59,7 +65,7 @@ class Bench:
             transit=TierBudget("transit", 0),
             spilled=frozenset(),
             updates_in_flight=lambda: self.updating,
-            free_ahead=self._free_ahead,
+            blocks=blocks,
             stalls=self.stalls,
         )
 

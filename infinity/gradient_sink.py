@@ -1,0 +1,367 @@
+"""The gradient sink: takes gradients off the device as soon as they are complete, and keeps or spills them.
+
+A gradient crosses the link once and is accumulated in fp32 in host memory. Where it waits for the update is decided by
+the placement: in host memory (held, or handed to the update at once), or, when accumulation or clipping needs all
+gradients and they do not fit, in the swap file (*spilled*): written after every backward, read back to accumulate.
+
+Used by the training thread only; transfers complete on other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from infinity.devices.base import Device, Fence
+from infinity.errors import PlacementError, UnsupportedModelError
+from infinity.gradient_blocks import GradientBlocks
+from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, gradient_nbytes
+from infinity.groups import FlatGroup
+from infinity.observe.stalls import StallCause, StallClock
+from infinity.optim.clip import parameter_norm
+from infinity.released import OffloadedParameter, SpilledGradient, fresh_grad, set_fresh_grad
+from infinity.shard_io import ShardIo
+from storage.budget import Reservation, TierBudget
+from storage.pool import HostPool
+from storage.types import Priority, Ticket, TrafficTag
+
+
+class GradientSink:
+    """Collects the gradients of one optimizer step.
+
+    Args:
+        held: budget for gradients that stay in host memory until their update.
+        transit: budget for gradients on their way to and from the swap file.
+        spilled: indices of the groups whose gradients wait in the swap file.
+        updates_in_flight: whether an update is running that will give held memory back.
+        blocks: device memory for gradients.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: HostPool,
+        store: ShardIo | None,
+        held: TierBudget,
+        transit: TierBudget,
+        spilled: frozenset[int],
+        updates_in_flight: Callable[[], bool],
+        blocks: GradientBlocks,
+        stalls: StallClock,
+    ) -> None:
+        self._device = device
+        self._pool = pool
+        self._store = store
+        self._held = held
+        self._transit = transit
+        self._spilled = spilled
+        self._updates_in_flight = updates_in_flight
+        self._blocks = blocks
+        self._stalls = stalls
+        self._gradients: dict[int, GroupGradient] = {}
+        self._writes: list[Ticket] = []
+        self.step = 0
+        self.wants_norms = False
+        self.wants_peaks = False
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def expect(self, group: FlatGroup) -> None:
+        """A backward of the group begins: reserve device memory for its gradient; read back what was spilled."""
+        self._blocks.reserve(group)
+        gradient = self._gradients.get(group.index)
+        if gradient is not None and gradient.is_spilled and gradient.lease is None:
+            nbytes = gradient_nbytes(group)
+            # Leave room for one more, so that a gradient that arrives first never waits for this one to be used.
+            if self._transit.free_nbytes >= 2 * nbytes:
+                gradient.reservation = self._transit.try_reserve(nbytes, gradient_key(group))
+                if gradient.reservation is not None:
+                    gradient.lease = self._pool.lease(nbytes, gradient_key(group))
+                    gradient.submit_read_back(self.step, Priority.READ_AHEAD)
+
+    def harvest(self, group: FlatGroup) -> bool:
+        """Move every `.grad` of the group's parameters to the sink. True when there was any."""
+        arrived = [(n, p) for n, p in enumerate(group.parameters) if fresh_grad(p) is not None]
+        if not arrived:
+            return False
+        for number, parameter in arrived:
+            grad = fresh_grad(parameter)
+            if grad is not None and grad.layout is not torch.strided:
+                raise UnsupportedModelError(
+                    f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
+                    "sparse=False"
+                )
+        self._take_down(group, arrived)
+        self._blocks.free_left()
+        return True
+
+    def _take_down(self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]]) -> None:
+        """Move the gradients of some slots to host memory."""
+        gradient = self._open(group)
+        block = self._blocks.take(group)
+        fences: list[Fence] = []
+        self._blocks.leave(fences, block)  # at once: a download that fails must not keep the block
+        for number, parameter in arrived:
+            grad = fresh_grad(parameter)
+            set_fresh_grad(parameter, None)
+            if grad is None:
+                continue
+            fences.append(
+                self._device.download(
+                    block,
+                    grad.reshape(-1),
+                    gradient.slot_view(number),
+                    group.layout.slots[number].name,
+                    accumulate=gradient.present[number],
+                    offset_nbytes=group.layout.slots[number].offset * group.compute_dtype.itemsize,
+                )
+            )
+            if self.wants_peaks:
+                gradient.peaks.setdefault(number, []).append(_peak(grad))
+            gradient.present[number] = True
+            gradient.norms.pop(number, None)
+        self._watch(gradient, fences)
+
+    def _watch(self, gradient: GroupGradient, fences: Sequence[Fence]) -> None:
+        """Keep downloads into a gradient in mind until they are over."""
+        gradient.fences += fences
+        for fence in [fence for fence in gradient.fences if fence.done]:
+            fence.wait()  # raises what went wrong
+            gradient.fences.remove(fence)
+
+    def settle(self, group: FlatGroup) -> None:
+        """A backward of the group is over: spill its gradient if that is where it is placed."""
+        gradient = self._gradients.get(group.index)
+        if gradient is None or group.index not in self._spilled or gradient.lease is None or self._store is None:
+            return
+        self._wait_arrived(gradient)
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        if self.wants_norms:
+            self._measure(gradient)
+        for slot, parts in gradient.peaks.items():
+            if len(parts) > 1:
+                gradient.peaks[slot] = [_peak(gradient.slot_view(slot))]
+        lease, reservation = gradient.lease, gradient.reservation
+        size = GRAD_DTYPE.itemsize
+        ticket = self._store.submit_write(
+            gradient_key(group),
+            lease.memory,
+            tag=TrafficTag("grad", self.step),
+            payload_nbytes=group.layout.payload_in(group.grad_span) * size,
+        )
+        gradient.lease = gradient.reservation = None
+        gradient.is_spilled = True
+        self._writes.append(ticket)
+
+        def landed(_: Ticket) -> None:
+            lease.release()
+            if reservation is not None:
+                reservation.release()
+
+        ticket.add_done_callback(landed)
+
+    def end_backward(self) -> None:
+        """No backward is running any more: reserved device memory that no gradient came for goes back."""
+        self._blocks.cancel_all()
+
+    # Step ------------------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[FlatGroup]:
+        """Groups that have a gradient, in the order of their index."""
+        return [self._gradients[index].group for index in sorted(self._gradients)]
+
+    def has(self, group: FlatGroup, slot: int) -> bool:
+        gradient = self._gradients.get(group.index)
+        return gradient is not None and gradient.present[slot]
+
+    def view(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
+        """The gradient of one parameter as it waits in host memory (fp32, changes count); None when there is none."""
+        if not self.has(group, slot):
+            return None
+        gradient, place = self._gradients[group.index], group.layout.slots[slot]
+        if gradient.lease is None:
+            return SpilledGradient(place.name, place.shape, GRAD_DTYPE)
+        self._wait_arrived(gradient)
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        gradient.norms.pop(slot, None)  # whoever sees it may change it
+        gradient.peaks.pop(slot, None)
+        return gradient.slot_view(slot).view(place.shape)
+
+    def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
+        """Make `value` (of the slot's shape, on any device) the gradient of one parameter."""
+        gradient = self._open(group)
+        gradient.slot_view(slot).copy_(value.reshape(-1))
+        gradient.peaks[slot] = [_peak(value)]
+        gradient.present[slot] = True
+        gradient.norms.pop(slot, None)
+        self.settle(group)
+
+    def drop(self, group: FlatGroup, slot: int) -> None:
+        """Forget the gradient of one parameter. Idempotent."""
+        gradient = self._gradients.get(group.index)
+        if gradient is not None:
+            self._wait_arrived(gradient)  # what comes next overwrites, and must not meet a copy under way
+            gradient.present[slot] = False
+            gradient.norms.pop(slot, None)
+            gradient.peaks.pop(slot, None)
+            if not any(gradient.present) and gradient.arrival.done:
+                gradient.release()
+                del self._gradients[group.index]
+
+    def overflowed(self) -> bool:
+        """Whether a gradient that waits is infinite or NaN somewhere. From now on that is seen as they arrive."""
+        self.wants_peaks = True
+        for gradient in self._gradients.values():
+            in_memory = gradient.lease is not None  # what was added up may be infinite though no part of it is
+            known = {s for s, parts in gradient.peaks.items() if len(parts) == 1 or not in_memory}
+            missing = [s for s, there in enumerate(gradient.present) if there and s not in known]
+            if missing:
+                is_away = gradient.is_spilled and not in_memory
+                if is_away:
+                    self._read_back(gradient)
+                self._wait_arrived(gradient)
+                gradient.peaks.update({slot: [_peak(gradient.slot_view(slot))] for slot in missing})
+                if is_away:
+                    gradient.release()
+        peaks = [peak for g in self._gradients.values() for parts in g.peaks.values() for peak in parts]
+        return any(not bool(torch.isfinite(peak)) for peak in peaks)
+
+    def multiply(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> bool:
+        """Multiply a gradient by a power of two in place. False, and nothing happens, when it is in the swap file."""
+        gradient = self._gradients[group.index]
+        if gradient.lease is None:
+            return False
+        self._wait_arrived(gradient)
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        gradient.slot_view(slot).mul_(factor)
+        if slot in gradient.norms:
+            gradient.norms[slot] = gradient.norms[slot] * factor
+        return True
+
+    def take(self, group: FlatGroup) -> GroupGradient:
+        """Hand the gradient over to an update, which releases it."""
+        return self._gradients.pop(group.index)
+
+    def check_writes(self) -> None:
+        """Wait for spilled gradients to land, and raise what went wrong."""
+        writes, self._writes = self._writes, []
+        for ticket in writes:
+            self._stalls.wait(ticket, StallCause.NVME_WRITE)
+
+    def norms(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
+        """The 2-norm of every given slot that has a gradient, in the given order."""
+        return [self._gradients[group.index].norms[slot] for group, slot in self._measured(slots)]
+
+    def _measured(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[tuple[FlatGroup, int]]:
+        """Those of the slots that have a gradient, after it has been measured."""
+        wanted = [(group, slot) for group, slot in slots if self.has(group, slot)]
+        for group in {group.index: group for group, _ in wanted}.values():
+            gradient = self._gradients[group.index]
+            if self._is_measured(gradient):
+                continue
+            if gradient.is_spilled and gradient.lease is None:
+                self._read_back(gradient)
+                self._measure(gradient)
+                gradient.release()
+            else:
+                self._measure(gradient)
+        return wanted
+
+    def _is_measured(self, gradient: GroupGradient) -> bool:
+        return all(slot in gradient.norms for slot, there in enumerate(gradient.present) if there)
+
+    def discard(self) -> None:
+        """Forget every gradient (zero_grad, or the iteration was reset), and what went wrong with it."""
+        for gradient in self._gradients.values():
+            for fence in gradient.fences:
+                self._stalls.settle_fence(fence, gradient.group.key)
+            if gradient.lease is not None:
+                self._stalls.settle(gradient.arrival, StallCause.GRADIENT_READ)
+            gradient.release()
+        self._gradients.clear()
+        writes, self._writes = self._writes, []
+        for ticket in writes:
+            self._stalls.settle(ticket, StallCause.NVME_WRITE)
+        self.end_backward()
+
+    def close(self) -> None:
+        """Give everything back without waiting: no transfer is in flight any more."""
+        for gradient in self._gradients.values():
+            gradient.release()
+        self._gradients.clear()
+        self.end_backward()
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _open(self, group: FlatGroup) -> GroupGradient:
+        """The group's gradient with its host memory, waiting for space or for what was spilled."""
+        gradient = self._gradients.get(group.index)
+        if gradient is None:
+            gradient = self._gradients[group.index] = GroupGradient(group, self._store)
+        if gradient.lease is None:
+            nbytes = gradient_nbytes(group)
+            if gradient.is_spilled:
+                self._read_back(gradient)
+            else:
+                budget = self._transit if group.index in self._spilled else self._held
+                self._spill_open(group)
+                gradient.reservation = budget.request(nbytes, gradient_key(group))
+                self._wait_for_space(gradient.reservation)
+                gradient.lease = self._pool.lease(nbytes, gradient_key(group))
+        self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        return gradient
+
+    def _wait_for_space(self, reservation: Reservation) -> None:
+        def check() -> None:
+            # In this order: an update gives its memory back before it counts as finished.
+            is_moving = self._updates_in_flight() or self._writes_in_flight()
+            if not is_moving and not reservation.done:
+                reservation.cancel()
+                raise PlacementError(
+                    f"no host memory for the gradient of {reservation.owner}: the gradients held now "
+                    f"({self._held.holders()}) wait for the end of backward, because their modules ran several times "
+                    "before it. Use schedule='synchronous', which makes room for all gradients"
+                )
+
+        check()
+        self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
+
+    def _spill_open(self, group: FlatGroup) -> None:
+        """Where there is no transit memory for a group, gradients that were read back too early give theirs."""
+        if group.index in self._spilled and self._transit.free_nbytes < gradient_nbytes(group):
+            for other in list(self._gradients.values()):
+                if other.group is not group:
+                    self.settle(other.group)
+
+    def _writes_in_flight(self) -> bool:
+        return any(not ticket.done for ticket in self._writes)
+
+    def _read_back(self, gradient: GroupGradient) -> None:
+        nbytes = gradient_nbytes(gradient.group)
+        self._spill_open(gradient.group)
+        gradient.reservation = self._transit.request(nbytes, gradient_key(gradient.group))
+        self._stalls.wait(gradient.reservation, StallCause.GRADIENT_SPACE)
+        gradient.lease = self._pool.lease(nbytes, gradient_key(gradient.group))
+        self._stalls.wait(gradient.submit_read_back(self.step, Priority.DEMAND), StallCause.GRADIENT_READ)
+
+    def _measure(self, gradient: GroupGradient) -> None:
+        self._wait_arrived(gradient)
+        slots: Sequence[bool] = gradient.present
+        for slot, there in enumerate(slots):
+            if there and slot not in gradient.norms:
+                gradient.norms[slot] = parameter_norm(gradient.slot_view(slot))
+
+    def _wait_arrived(self, gradient: GroupGradient) -> None:
+        """Until every download into the gradient is over. Raises what went wrong with one."""
+        for fence in gradient.fences:
+            self._stalls.wait_fence(fence, f"gradient of {gradient.group.key}")
+        gradient.fences = []
+
+
+@torch.no_grad()
+def _peak(grad: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, 0-dim, on the device of `grad`; NaN if there is one. No copy, and nothing waits."""
+    norm: torch.Tensor = torch.linalg.vector_norm(grad, float("inf")) if grad.numel() else torch.zeros(())
+    return norm
