@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         Schedule,
     )
     from infinity.editing import gathered
-    from infinity.engine import Engine, offload
+    from infinity.engine import Engine
     from infinity.errors import (
         CheckpointError,
         ConfigError,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from infinity.init import empty_init
+    from infinity.offloading import offload
     from infinity.optim.adamw import Adam, AdamW
     from infinity.optim.base import clip_grad_norm_
     from infinity.optim.lion import Lion
@@ -87,7 +88,7 @@ _HOMES = {
     "clip_grad_norm_": "infinity.optim.base",
     "empty_init": "infinity.init",
     "gathered": "infinity.editing",
-    "offload": "infinity.engine",
+    "offload": "infinity.offloading",
 }
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from infinity.allocate import Blueprint, allocate
 from infinity.collectives import Collectives
 from infinity.config import Config, DeviceKind, Durability, Precision, Schedule
+from infinity.demand import Request
 from infinity.devices.base import Device
 from infinity.devices.select import make_device
 from infinity.durable.notes import StoredRun
@@ -24,7 +25,7 @@ from infinity.layout import Sharding
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Request, make_placement, place_for_any_loop
+from infinity.placement import make_placement, place_for_any_loop
 from infinity.rank_gradients import reduction_nbytes
 from infinity.ranks import Ranks
 from infinity.released import Access

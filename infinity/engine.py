@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from infinity.checkpoint.moments import SlotStates, read_states, write_states
 from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.save import save_checkpoint
 from infinity.checkpoint.tiers import CHECKPOINT_STEP
-from infinity.config import Config, DeviceKind
+from infinity.config import Config
 from infinity.durable.journal import Journal
 from infinity.durable.notes import StoredRun
 from infinity.durable.restore import find_run, restore, restore_shards
@@ -34,15 +34,11 @@ from infinity.observe.trace import Trace
 from infinity.optim.foreign import refuse_foreign_optimizers
 from infinity.order import Phase
 from infinity.plan.summary import Plan
-from infinity.ranks import Ranks, discover
+from infinity.ranks import Ranks
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
 from infinity.updates import OptimizerView, Updates
 from storage.space import DriveReport
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger(__name__)
 
@@ -398,46 +394,3 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def offload(
-    model: nn.Module,
-    config: Config | None = None,
-    *,
-    init_fn: InitFn | None = None,
-    on_progress: Callable[[str], None] | None = None,
-    process_group: ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    resume: bool = False,
-) -> Engine:
-    """Offload a model: its parameters, gradients and optimizer state move into the tiers, its forward stays as it is.
-
-    In a job of several ranks (torchrun's environment, or a process group that is there already) every rank calls this
-    with the same model; the ranks share the state as `config.stage` says, and start with the first rank's values.
-
-    Args:
-        model: a built model, or one built under `infinity.empty_init()`, which is then initialised unit by unit.
-        config: settings; defaults to `Config()`.
-        init_fn: for a model without data: called with every module that owns parameters, in module order. Default is
-            their `reset_parameters()`.
-        on_progress: told the name of every shard that has been initialised.
-        process_group: share with its ranks, instead of with all.
-        mesh: share over its dimension; of two, replicate over the first and share over the second (hybrid sharding).
-        resume: with `durability="step"`, continue the run whose state lies in `nvme.paths`; see `Engine.restore`. The
-            values of the model are not used.
-
-    Raises:
-        RankError: the ranks hold different models, or one of them failed.
-        CheckpointError: there is nothing to resume, or it is of another model.
-        ConfigError, PlacementError, UnsupportedModelError: before the model is touched.
-        SwapFullError: the swap directories have too little space; nothing is left behind.
-
-    Example:
-        engine = infinity.offload(model, infinity.Config(precision="bf16"))
-        optimizer = infinity.AdamW(model.parameters(), lr=3e-4)
-    """
-    config = config or Config()
-    uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
-    ranks = discover(process_group, mesh, uses_cuda=uses_cuda)
-    sharing = ranks if ranks.size > 1 else None
-    return Engine(model, config, init_fn=init_fn, on_progress=on_progress, ranks=sharing, resume=resume)

@@ -27,14 +27,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Protocol
 
 from infinity.devices.base import Fence
-from infinity.errors import PlacementError
 from infinity.order import Access, Mode, Phase
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
+from infinity.window import Window
 from storage.budget import TierBudget
 from storage.errors import IoTimeoutError
 from storage.pool import HostPool
@@ -81,9 +80,7 @@ class ReadAhead:
         link_timeout_s: float = 60.0,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._store = store
-        self._pool = pool
-        self._window = window
+        self._window = Window(store=store, pool=pool, budget=window, copies=copies)
         self._copies = copies
         self._groups_of_unit = groups_of_unit
         self._uses = uses
@@ -98,7 +95,6 @@ class ReadAhead:
         self._consumed_here: set[int] = set()  # groups of the access at the position that need no read any more
         self._barrier_open = False
         self._stopped = False
-        self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.step = 0
         self.counts: Counter[str] = Counter()  # reads by how they came about: "ahead", "demand"
@@ -131,7 +127,7 @@ class ReadAhead:
         copy = self._copies[index]
         copy.unclaim()
         self._used[index, phase] += 1
-        self._settle(copy)
+        self._window.settle(copy)
         copy.free_failed()
         if not copy.pinned and copy.state is CopyState.CLEAN:
             if self._is_kept(copy, phase):
@@ -141,7 +137,7 @@ class ReadAhead:
         elif copy.state is CopyState.WRITING and not self._is_kept(copy, phase):
             copy.is_used_up = True
         self._update_if_held(index)
-        self._wake()
+        self._window.wake()
         self.advance()
 
     def step_submitted(self, step: int) -> None:
@@ -186,7 +182,7 @@ class ReadAhead:
             elif copy.lost_update is not None:
                 copy.raise_lost_update()
             elif copy.state is CopyState.WRITING or copy.is_claimed:
-                await self.wait_change()
+                await self._window.wait_change()
             elif copy.state is CopyState.FAILED:
                 copy.drop()  # a read failed before; this one is another try
             elif not self._try_read(copy, Priority.DEMAND):
@@ -202,7 +198,7 @@ class ReadAhead:
             while not copy.pinned and copy.state is not CopyState.ABSENT:
                 is_moving = copy.state in (CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
                 if is_moving or not copy.drop():
-                    await self.wait_change()
+                    await self._window.wait_change()
                 copy.awaits_update = False
 
     def read_kept(self, step: int) -> None:
@@ -258,7 +254,7 @@ class ReadAhead:
     async def settle_update(self, copy: HostCopy) -> None:
         """An update has been written; a copy that is there becomes UPDATING again, for other ranks' parts of it."""
         while copy.state in (CopyState.UPDATING, CopyState.WRITING):
-            await self.wait_change()
+            await self._window.wait_change()
         copy.raise_lost_update()
         if copy.state is CopyState.CLEAN:
             copy.begin_update(copy.update)
@@ -275,7 +271,7 @@ class ReadAhead:
                 copy.written()
             else:
                 copy.drop()
-        self._wake()
+        self._window.wake()
         self.advance()
 
     def _update_if_held(self, index: int) -> None:
@@ -305,7 +301,7 @@ class ReadAhead:
                 if copy.state is CopyState.ABSENT:
                     await self._make_room(copy)
                 else:
-                    await self.wait_change()
+                    await self._window.wait_change()
         except Exception as error:
             if (update := self._deferred.pop(index, None)) is not None:
                 update.fail(error)
@@ -361,75 +357,18 @@ class ReadAhead:
             yield self._trace[place % length]
 
     def _try_read(self, copy: HostCopy, priority: Priority) -> bool:
-        if self._store is None:
-            raise PlacementError(f"{copy.group.key} is in host memory and cannot be read: {copy.describe()}")
-        group = copy.group
-        reservation = self._window.try_reserve(group.shard_nbytes, group.key)
-        if reservation is None:
-            return False
         kind = "param" if self._mode is Mode.TRAIN else "param_eval"
-        with ExitStack() as undo:
-            undo.callback(reservation.release)
-            lease = undo.enter_context(self._pool.lease(group.shard_nbytes, group.key))
-            ticket = self._store.submit_read(
-                group.key,
-                lease.memory,
-                priority=priority,
-                tag=TrafficTag(kind, self.step),
-                payload_nbytes=group.shard_payload_nbytes,
-            )
-            undo.pop_all()
-        copy.begin_read(lease, reservation, ticket)
+        if not self._window.try_read(copy, priority, TrafficTag(kind, self.step)):
+            return False
         self.counts["demand" if priority is Priority.DEMAND else "ahead"] += 1
-        loop = asyncio.get_running_loop()
-        ticket.add_done_callback(lambda _: call_on_loop(loop, self._settle_read, copy, ticket))
         return True
 
-    def _settle_read(self, copy: HostCopy, ticket: Ticket) -> None:
-        if copy.ticket is ticket:
-            self._settle(copy)
-        self._wake()
-
-    def _settle(self, copy: HostCopy) -> None:
-        """Bring the state of a finished read up to date; the training thread may be faster than the callback."""
-        if copy.state is not CopyState.READING or not copy.ticket.done:
-            return
-        error = copy.ticket.exception
-        if error is None:
-            copy.landed()
-        else:
-            copy.fail()  # whoever needs the shard reads it again, and is told if that fails too
-            copy.free_failed()
-
     async def _make_room(self, wanted: HostCopy) -> None:
-        """Evict the clean copy that is needed last, or wait until something in flight has settled.
-
-        What awaits its update goes last: its bytes would have to be read again for that. And an access that came as
-        predicted evicts nothing while something in flight will make room: what a step reads is planned.
-        """
         distance: dict[int, int] = {}
         for number, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 distance.setdefault(index, number)
-        is_as_planned = distance.get(wanted.group.index) == 0
-        held = [c for c in self._copies if not c.pinned and c.lease is not None and c is not wanted]
-        held = [c for c in held if c.state is not CopyState.FAILED]
-        idle = [c for c in held if c.state is CopyState.CLEAN and not c.is_claimed and c.update.done]
-        victims = [] if is_as_planned else [c for c in idle if not c.awaits_update]
-        if not victims and len(idle) == len(held):
-            victims = idle
-        victims.sort(key=lambda c: distance.get(c.group.index, len(self._trace)), reverse=True)
-        for victim in victims:
-            if victim.drop():
-                return
-        if not held:
-            for copy in self._copies:
-                copy.raise_lost_update()  # its bytes stay in memory and fill the window
-            raise PlacementError(
-                f"the read-ahead window of {self._window.limit_nbytes} bytes cannot hold {wanted.group.key} "
-                f"({wanted.group.shard_nbytes} bytes); held: {self._window.holders()}"
-            )
-        await self.wait_change()
+        await self._window.make_room(wanted, distance)
 
     def _drop_strays(self) -> None:
         """Copies kept for an update that never came (no gradient reached the shard) have no further use."""
@@ -441,14 +380,4 @@ class ReadAhead:
 
     async def wait_change(self) -> None:
         """Until some copy has changed its state."""
-        self._changed.clear()
-        await self._changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-
-
-def call_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
-    """Run `function` on the loop soon; nothing happens when the loop is already closed."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(function, *args)
+        await self._window.wait_change()

@@ -19,6 +19,7 @@ change, and nothing while the parameter is there.
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeGuard, TypeVar, cast
@@ -165,9 +166,9 @@ class StandIn(torch.Tensor):
         super().__init__()
 
     @classmethod
+    @abstractmethod
     def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation that needs data was called on a stand-in."""
-        raise NotImplementedError  # every kind of stand-in says what happens
 
     @classmethod
     def __torch_function__(

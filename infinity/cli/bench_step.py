@@ -26,11 +26,12 @@ from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches
 from infinity.cli.settings import RunSettings, TrainOptions, resolve
 from infinity.config import NvmeConfig
 from infinity.data.batches import Batches
-from infinity.engine import Engine, offload
+from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.metrics import metrics_of
+from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.optim.hyper import AdamWHyper, Piece
 from infinity.plan.bounds import moved_nbytes

@@ -26,11 +26,12 @@ from infinity.cli.tables import preflight
 from infinity.config import Durability
 from infinity.data.text import Text
 from infinity.editing import gathered
-from infinity.engine import Engine, offload
+from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.metrics import metrics_of
+from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
 from infinity.plan.wear_guard import WearGuard

@@ -8,12 +8,13 @@ import torch
 
 from infinity import assemble
 from infinity.config import Config, DeviceKind, Precision, Schedule
+from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice, has_fast_bf16
 from infinity.init import empty_init, staging_nbytes
 from infinity.models.gpt import Gpt, GptShape
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Request, make_placement
+from infinity.placement import make_placement
 from infinity.sizes import MIB, TIB
 from infinity.units import partition
 from storage.align import align_up

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from infinity.optim.splitmaster import join_master, split_master
 _BLOCK_NUMEL = 1024 * CUT_NUMEL  # a block's master, gradient and moments stay in the second-level cache
 
 
-class _RuleKernel:
+class _RuleKernel(ABC):
     """What the forms share. Calls the rule once per hyperparameters, with one view per piece."""
 
     param_dtype: torch.dtype
@@ -32,8 +33,8 @@ class _RuleKernel:
         self.moments = rule.moments
         self.fields = (*self._rest, *(StateField(name, torch.float32) for name in rule.moments))
 
-    def warm_up(self) -> None:
-        """Nothing to compile."""
+    def warm_up(self) -> None:  # noqa: B027
+        """Nothing to compile; a form that has something overrides this."""
 
     @torch.no_grad()
     def update(
@@ -47,10 +48,19 @@ class _RuleKernel:
                     grad[piece.start : piece.stop].mul_(grad_scale)
             self._apply(param, grad, state, group, hyper)
 
+    @abstractmethod
+    def begin(self, param: Tensor, state: Sequence[Tensor]) -> None:
+        """Make the state that belongs to a parameter before its first update."""
+
+    @abstractmethod
+    def edited(self, param: Tensor, state: Sequence[Tensor], changed: Tensor) -> None:
+        """Where `changed`, the user has set the parameter: the master follows."""
+
+    @abstractmethod
     def _apply(
         self, param: Tensor, grad: Tensor, state: Sequence[Tensor], pieces: Sequence[Piece], hyper: Hyper
     ) -> None:
-        raise NotImplementedError  # every form says where the master is
+        """Run the rule on the master, wherever this form has it."""
 
     def _run(
         self, master: Tensor, grad: Tensor, moments: Sequence[Tensor], pieces: Sequence[Piece], hyper: Hyper

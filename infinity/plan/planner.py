@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from infinity.config import Precision, Schedule
+from infinity.demand import Request
 from infinity.errors import PlacementError
 from infinity.groups import FlatGroup, Unit
 from infinity.optim.hyper import StateField
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Placement, Request, make_placement, place_for_any_loop
+from infinity.placement import Placement, make_placement, place_for_any_loop
 from infinity.plan.bounds import lower_bounds, moved_nbytes, scenario_traffic
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import Hardware

@@ -14,11 +14,12 @@ from torch import nn
 import infinity
 from infinity.assemble import _make_groups
 from infinity.config import Precision, Schedule
+from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice
 from infinity.errors import PlacementError
 from infinity.init import staging_nbytes
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Placement, Request, make_placement
+from infinity.placement import Placement, make_placement
 from infinity.units import partition
 from tests import zoo
 from tests.conftest import MakeEngine

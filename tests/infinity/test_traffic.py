@@ -9,11 +9,12 @@ from torch import nn
 
 from infinity.assemble import _make_groups
 from infinity.config import Precision, Schedule
+from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice
 from infinity.groups import FlatGroup
 from infinity.models.gpt import Gpt, GptShape
 from infinity.optim.kernels import kernel_for
-from infinity.placement import Placement, Request, make_placement
+from infinity.placement import Placement, make_placement
 from infinity.plan.traffic import KindTraffic, StepTraffic, expected_step_traffic
 from infinity.units import partition
 from storage.align import PAGE_NBYTES

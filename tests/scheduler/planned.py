@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import Schedule
+from infinity.demand import Request
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
 from infinity.layout import SHARD_ALIGN_NUMEL
@@ -20,7 +21,7 @@ from infinity.optim.hyper import AdamWHyper, Piece, StateField
 from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import Access, AccessOrder, Mode, Phase
-from infinity.placement import Placement, Request, make_placement
+from infinity.placement import Placement, make_placement
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.testing import FakeGpu, FakeRegion, SimulatedStore

@@ -1,0 +1,78 @@
+"""What one step needs: the request for a placement, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.config import Schedule
+from infinity.gradients import gradient_nbytes
+from infinity.groups import FlatGroup, Unit, count_uses, enclosing
+from infinity.optim.hyper import StateField
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One line of a budget: what, how many bytes, and why."""
+
+    name: str
+    nbytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a placement is made from."""
+
+    units: Sequence[Unit]
+    groups: Sequence[FlatGroup]
+    fields: tuple[StateField, ...]
+    schedule: Schedule
+    schedule_reason: str
+    host_budget_nbytes: int
+    device_budget_nbytes: int
+    nvme_budget_nbytes: int | None
+    chunk_nbytes: int | None
+    staging_nbytes: int
+    ranks_nbytes: int = 0  # on the device, for transfers between ranks
+    is_durable: bool = False
+
+
+class Sizes:
+    """Sizes that the planner compares, by group and by unit."""
+
+    def __init__(self, request: Request) -> None:
+        self.state_per_element = sum(f.dtype.itemsize for f in request.fields)
+        self.resident = {g.index for u in request.units if u.resident for g in u.groups}
+        self.streamed = [g for g in request.groups if g.index not in self.resident]
+        self.shard: Mapping[int, int] = {g.index: g.shard_nbytes for g in request.groups}
+        self.state: Mapping[int, int] = {
+            g.index: g.state_span.numel * self.state_per_element if g.trainable else 0 for g in request.groups
+        }
+        self.gradient: Mapping[int, int] = {g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups}
+        self.uses: Mapping[int, int] = count_uses(request.units)
+        self.working_set = self._working_set(request)
+        self.largest_gradient = max(self.gradient.values(), default=0)
+        self.unit_gradients = [sum(self.gradient[g.index] for g in u.groups) for u in request.units]
+        param_size = max((g.shard_dtype.itemsize for g in request.groups), default=4)
+        # A chunk in transit holds its record, its parameters and, if spilled, its gradient.
+        self.chunk_per_element = self.state_per_element + param_size + 4
+
+    def _working_set(self, request: Request) -> int:
+        """Most bytes of host copies in use at once. Under `overlapped` they stay from backward to their update."""
+        largest = max((self.shard[g.index] for g in self.streamed), default=0)
+        if request.schedule is Schedule.OVERLAPPED:
+            for _, groups in held_together(request.units):
+                streamed = [g for g in groups if g.index not in self.resident]
+                updated = sum(self.shard[g.index] for g in streamed if g.trainable)
+                passing = max((self.shard[g.index] for g in streamed if not g.trainable), default=0)
+                largest = max(largest, updated + passing)
+        return largest
+
+
+def held_together(units: Sequence[Unit]) -> Iterator[tuple[Unit, list[FlatGroup]]]:
+    """For every unit, the groups that are gathered while it runs: its own and those of the units it lies in."""
+    streamed = [unit for unit in units if not unit.resident]
+    for unit in streamed:
+        around = enclosing(unit, streamed)
+        yield unit, list({g.index: g for other in around for g in other.groups}.values())
