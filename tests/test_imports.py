@@ -86,7 +86,7 @@ def offenders(inside: str, forbidden: tuple[str, ...]) -> list[str]:
 
 def test_the_sources_are_found() -> None:
     assert {"infinity", "infinity.engine", "infinity.optim.adamw", "storage.store"} <= SOURCES.keys()
-    assert "infinity.layout" in imports_of("infinity.placement")
+    assert "infinity.layout" in imports_of("infinity.host_division")
     assert "storage.align" in imports_of("infinity.layout")
 
 
