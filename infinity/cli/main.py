@@ -22,7 +22,6 @@ app = typer.Typer(
     help="Train PyTorch models bigger than GPU and CPU memory together. `infinity train` needs no argument.",
     epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

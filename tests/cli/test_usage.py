@@ -101,3 +101,10 @@ def test_a_setting_file_is_read_and_options_go_before_it(tmp_path: Path) -> None
     code, _, error = call("train", "--preset", "tiny", "--config", settings)
     assert code == 2
     assert "did you mean 'host'" in error
+
+
+def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_INFINITY_COMPLETE": "complete_bash", "COMP_WORDS": "infinity mig", "COMP_CWORD": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, output, _ = run()
+    assert (code, output.strip()) == (0, "migrate")
