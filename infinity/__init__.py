@@ -94,6 +94,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used, so that the command line answers without loading torch."""
+    if name in ("Adafactor", "Muon"):
+        raise AttributeError(
+            f"infinity.{name} does not exist: its update needs whole matrices, and state is updated chunk by chunk. "
+            "Use infinity.AdamW, Adam, Lion or SGD"
+        )
     if name not in __all__:
         raise AttributeError(f"module 'infinity' has no attribute {name!r}")
     home = _HOMES.get(name, "infinity.config" if name in _CONFIG else "infinity.errors")

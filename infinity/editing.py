@@ -21,8 +21,8 @@ def gathered(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Itera
     its bf16 value, as after `model.to(torch.bfloat16)`. If the block ends with an exception nothing is written back.
 
     A parameter kept after the block refuses to be read, as any other. A view of one (`p.detach()`, `p[0]`) shows the
-    present values as long as it lives and keeps the device memory of its unit: keep a clone instead. Edits through
-    `.data` go unnoticed; edit under `torch.no_grad()`.
+    present values as long as it lives and keeps the device memory of its unit: keep a clone instead. Edit under
+    `torch.no_grad()`, or through `.data`.
 
     Args:
         target: a module (all its parameters), a parameter, or several parameters.

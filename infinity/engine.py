@@ -86,6 +86,7 @@ class Engine:
             restore_shards(runtime, run)
             restore_rng_state(run.state.rng)
             self._journal.continue_from(run)
+        self._iteration.watch_structure()
         resident = UserHold()
         for group in runtime.resident_groups:
             runtime.gatherer.gather(group, resident, Phase.FORWARD)

@@ -250,11 +250,14 @@ class Gatherer:
     def edited(self, group: FlatGroup) -> bool:
         """Whether somebody changed the gathered parameters in place since they were filled."""
         gathering = self._gatherings[group.index]
-        return gathering.state is GatherState.GATHERED and group.flat._version != gathering.version
+        if gathering.state is not GatherState.GATHERED:
+            return False
+        return group.flat._version != gathering.version or group.is_data_changed
 
     def accept_edits(self, group: FlatGroup) -> None:
         """The present values have been written back: they count as unchanged from now on."""
         self._gatherings[group.index].version = group.flat._version
+        group.accept_data()
 
     # Parts -----------------------------------------------------------------------------------------------------
 

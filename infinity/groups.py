@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from infinity.data_edits import TakenData
 from infinity.errors import UnsupportedModelError
 from infinity.layout import Chunk, FlatLayout, FlatSpan, Sharding
 from infinity.released import (
@@ -76,6 +77,7 @@ class FlatGroup:
         self.flat = torch.empty(0)
         self.parameters: tuple[OffloadedParameter, ...] = ()
         self.stand_ins: tuple[ReleasedParameter, ...] = ()
+        self._taken = TakenData()
 
     @property
     def is_gathered_from_ranks(self) -> bool:
@@ -168,6 +170,23 @@ class FlatGroup:
                     "`with infinity.gathered(module), torch.no_grad(): parameter.copy_(...)`"
                 )
 
+    def take_data(self, slot: int) -> None:
+        """`.data` of a parameter is handed out, through which it can be edited unseen."""
+        self._taken.take(slot, self._values(slot))
+
+    @property
+    def is_data_changed(self) -> bool:
+        """Whether a parameter was edited through its `.data` since it was filled, or since `accept_data`."""
+        return self._taken.is_changed({slot: self._values(slot) for slot in self._taken.slots})
+
+    def accept_data(self) -> None:
+        """The present values count as unchanged from now on."""
+        self._taken.accept({slot: self._values(slot) for slot in self._taken.slots})
+
+    def _values(self, slot: int) -> torch.Tensor:
+        place = self.layout.slots[slot]
+        return self.flat.detach()[place.offset : place.stop]
+
     def allocate_flat(self) -> None:
         """Give the flat buffer memory; its content is undefined until it is filled."""
         with torch.inference_mode(False):
@@ -186,6 +205,7 @@ class FlatGroup:
                 "back. Copy it first: parameter.detach().clone().numpy(). Close this engine and start again"
             )
         storage.resize_(0)
+        self._taken.clear()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.key}, {self.layout.payload_numel} parameters, {self.shard_dtype})"

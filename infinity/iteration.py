@@ -41,8 +41,10 @@ from infinity.released import (
     real,
     set_fresh_grad,
 )
+from infinity.repeats import Repeats
 from infinity.runs import OpenRuns, Run
 from infinity.runtime import Runtime
+from infinity.structure import Structure
 from infinity.updates import Updates
 
 _ON_USE = "gathered on use"
@@ -70,6 +72,7 @@ class Iteration:
         self._tasks = GraphTasks(self._runs.end_task, self.end_backward)
         self._mode = Mode.TRAIN
         self._occupancy = Occupancy(runtime.model)
+        self._structure: Structure | None = None
         self._is_in_forward = False  # an outermost forward has begun and has not been seen to end
         self._backward_runs: Counter[int] = Counter()
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
@@ -80,6 +83,11 @@ class Iteration:
         self._resident = {group.index for group in runtime.resident_groups}
         self._lending = Lending(group for group in runtime.groups if group.index not in self._resident)
         self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
+        self._repeats = Repeats(self._release)
+
+    def watch_structure(self) -> None:
+        """From now on the model has to keep its parameters; the stand-ins are in place."""
+        self._structure = Structure(self._runtime.model, self._runtime.groups)
 
     # Forward ---------------------------------------------------------------------------------------------------
 
@@ -93,8 +101,8 @@ class Iteration:
             self._abandon()
         elif self._is_in_forward:  # see [Note: interrupted forwards]
             self._drop_forward()
-        for group in runtime.resident_groups:  # nothing gathers them, where the others are looked at
-            group.refuse_replaced()
+        if self._structure is not None:
+            self._structure.refuse_changed()
         self._is_in_forward = True
         runtime.gatherer.release_unviewed()  # now: what this forward saves for its backward cannot be told from views
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
@@ -105,6 +113,7 @@ class Iteration:
         if self._mode is Mode.TRAIN:
             self._forward = _Forward()
             self._forwards.add(self._forward)
+        self._repeats.begin()
         runtime.order.begin(self._mode)
         trace, position = runtime.order.upcoming()
         runtime.io.post(runtime.read_ahead.begin, self._mode, trace, position)
@@ -115,6 +124,7 @@ class Iteration:
             self._updates.consistency.notice_failure()
         if not in_backward() and self._occupancy.leave():
             self._is_in_forward = False
+            self._repeats.make_way()
             used = [self._runtime.groups[index] for index in sorted(self._used_in_forward)]
             self._used_in_forward.clear()
             for group in used:
@@ -142,7 +152,7 @@ class Iteration:
         # In a recomputation the coming backward needs the unit; the end of its run or of backward frees it.
         if not in_backward():
             self._gather_on_use(self._lending.groups_in(output))
-            self._release(unit)
+            self._repeats.run_over(unit)
 
     # Backward --------------------------------------------------------------------------------------------------
 
@@ -169,7 +179,7 @@ class Iteration:
         is_over = self._backward_runs[unit.index] == sum(forward.calls[unit.index] for forward in self._forwards)
         for group in unit.trainable():
             self._harvest(group, is_final=is_over and self._has_one_user(group))
-        self._release(unit)
+        self._repeats.run_over(unit)
 
     def end_backward(self) -> None:
         """The last open graph task ends: harvest and release everything that is left."""
@@ -178,6 +188,7 @@ class Iteration:
         others = [g for g in runtime.groups if g.trainable and g not in waiting]
         for group in (*waiting, *others):  # first those that hold memory, which their updates give back
             self._harvest(group, is_final=True)
+        self._repeats.forget()
         runtime.gatherer.release_all()
         runtime.sink.end_backward()
         self._backward_runs.clear()
@@ -230,6 +241,7 @@ class Iteration:
         self._is_in_forward = False
         self._forward = None
         self._used_in_forward.clear()
+        self._repeats.forget()
         self._runtime.gatherer.release_all()
 
     # Gather on use ---------------------------------------------------------------------------------------------
@@ -323,6 +335,7 @@ class Iteration:
             self._updates.complete([group])
 
     def _gather(self, unit: Unit, phase: Phase) -> None:
+        self._repeats.make_way(unit)
         fetched = False
         for group in unit.groups:
             if group.index not in self._resident:
@@ -332,6 +345,8 @@ class Iteration:
             self._upload_ahead()
 
     def _record(self, access: Access) -> None:
+        if self._repeats.is_repetition(access):
+            return
         runtime = self._runtime
         runtime.order.record(access)
         trace, position = runtime.order.upcoming()

@@ -22,7 +22,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
@@ -80,13 +80,29 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values without a graph."""
+        """The values without a graph; what is changed through them is noticed (see `infinity.data_edits`)."""
         data: torch.Tensor = _DATA_GET(self)
+        self.ref.group.take_data(self.ref.slot)
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _keep_data(self, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the coming backward gives it a gradient."""
+        wanted: bool = _REQUIRES_GRAD_GET(self)
+        return wanted
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        set_requires_grad(self, value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As in torch; see `set_requires_grad`."""
+        set_requires_grad(self, requires_grad)
+        return self
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
         """As in torch. It would see the whole gradient; here earlier parts have left, and it is refused then.
@@ -155,7 +171,7 @@ _REQUIRES_GRAD: Any = inspect.getattr_static(_TENSOR, "requires_grad")
 _DATA: Any = inspect.getattr_static(_TENSOR, "data")
 _DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
 _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
-_REQUIRES_GRAD_SET = _REQUIRES_GRAD.__set__
+_REQUIRES_GRAD_GET, _REQUIRES_GRAD_SET = _REQUIRES_GRAD.__get__, _REQUIRES_GRAD.__set__
 _REGISTER = (_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook)
 
 
@@ -223,8 +239,9 @@ class ReleasedParameter(StandIn):
         if func == _DATA_SET and isinstance(args[0], ReleasedParameter):
             return _keep_data(args[0], args[1])
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
-            return _keep_requires_grad(func, args, kwargs)
-        return _first(cls, args, kwargs).ref.access.use_released(func, args, kwargs)
+            return _change_requires_grad(func, args, kwargs)
+        use = data_of if func == _DATA_GET else func
+        return _first(cls, args, kwargs).ref.access.use_released(use, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -266,7 +283,7 @@ class FreedParameter(OffloadedParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
-            return _keep_requires_grad(func, args, kwargs or {})
+            return _change_requires_grad(func, args, kwargs or {})
         return _first(cls, args, kwargs or {}).ref.access.use_released(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -366,15 +383,33 @@ def _keep_data(parameter: OffloadedParameter | ReleasedParameter, value: torch.T
         )
 
 
-def _keep_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    parameter = args[0]
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    if bool(wanted) != parameter.requires_grad:
+def set_requires_grad(parameter: OffloadedParameter | ReleasedParameter, value: bool) -> None:
+    """Freeze or unfreeze a parameter, as in torch: a frozen one gets no gradient, so no step changes it or its state.
+
+    Raises:
+        UnsupportedModelError: it was frozen when the model was offloaded, so there is no place for its state.
+    """
+    ref = parameter.ref
+    if value and not ref.group.trainable:
         raise UnsupportedModelError(
-            f"requires_grad of offloaded parameter {parameter.ref.name!r} cannot change: whether it trains decides "
-            "where its state lies. Freeze or unfreeze before infinity.offload"
+            f"requires_grad of offloaded parameter {ref.name!r} cannot become True: it was frozen when the model was "
+            "offloaded, so its optimizer state has no place. Unfreeze it before infinity.offload; what trains then can "
+            "be frozen and unfrozen at any time"
         )
+    with torch._C.DisableTorchFunctionSubclass():
+        for one in (ref.group.parameters[ref.slot], ref.group.stand_ins[ref.slot]):
+            _REQUIRES_GRAD_SET(one, value)
+
+
+def _change_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    parameter = args[0]
+    set_requires_grad(parameter, bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True)))
     return parameter if func is _TENSOR.requires_grad_ else None
+
+
+def data_of(parameter: OffloadedParameter) -> torch.Tensor:
+    """`.data` of a parameter that is there."""
+    return parameter.data
 
 
 _Kind = TypeVar("_Kind", bound=torch.Tensor)

@@ -12,6 +12,9 @@ from torch.utils.hooks import RemovableHandle
 from infinity.errors import ConfigError
 from infinity.released import Access, ref_of
 
+_OURS = ("Adam", "AdamW", "Lion", "SGD")
+_WHOLE_MATRICES = ("Adafactor", "Muon", "LBFGS", "Shampoo", "SOAP")
+
 
 def refuse_foreign_optimizers(
     access: Access, is_attached: Callable[[torch.optim.Optimizer], bool]
@@ -35,8 +38,14 @@ def refuse_foreign_optimizers(
                 if ref is not None and ref.access is access:
                     raise ConfigError(
                         f"{type(optimizer).__name__} cannot update parameter {ref.name!r}, which is offloaded: its "
-                        "values and state lie in the tiers. Build infinity.AdamW(model.parameters()) after "
-                        "infinity.offload and step that"
+                        f"values and state lie in the tiers. {_way_out(type(optimizer).__name__)}"
                     )
 
     return register_optimizer_step_pre_hook(check)
+
+
+def _way_out(kind: str) -> str:
+    if kind in _OURS:
+        return f"Build infinity.{kind}(model.parameters()) after infinity.offload and step that"
+    why = "Its update needs whole matrices, which are never there at once. " if kind in _WHOLE_MATRICES else ""
+    return f"{why}Build infinity.AdamW(model.parameters()), or Adam, Lion or SGD, after infinity.offload and step that"

@@ -115,12 +115,30 @@ def test_other_optimizers_are_refused(
     optimizer = early if when == "before" else kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
     ours = infinity.AdamW(model.parameters())
     loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(infinity.ConfigError, match=rf"{kind.__name__} cannot update parameter 'embed\.weight'.*AdamW"):
+    refusal = rf"{kind.__name__} cannot update parameter 'embed\.weight'.*Build infinity"
+    with pytest.raises(infinity.ConfigError, match=refusal):
         optimizer.step()
     ours.step()
     engine.close()
     other = kind(nn.Linear(2, 2).parameters(), lr=0.1)  # type: ignore[call-arg]
     other.step()
+
+
+@pytest.mark.parametrize("name", [name for name in ("Adafactor", "Muon", "LBFGS") if hasattr(torch.optim, name)])
+def test_optimizers_of_whole_matrices_are_refused_with_the_reason(offload: MakeEngine, name: str) -> None:
+    """PEER_DEEPSPEED section 4, number 9: orthogonalising pieces of a matrix gives other steps without a word."""
+    model: Any = build(Net)
+    offload(model)
+    optimizer = getattr(torch.optim, name)([model.blocks[0].up.weight])
+    loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(infinity.ConfigError, match=rf"{name} cannot update.*whole matrices.*infinity\.AdamW"):
+        optimizer.step(lambda: loss_of(model, batch(0)))
+    if name != "LBFGS":
+        with pytest.raises(AttributeError, match=f"infinity.{name} does not exist: its update needs whole matrices"):
+            getattr(infinity, name)
+        with pytest.raises(infinity.ConfigError, match=r"optimizer"):
+            infinity.Config(optimizer=name.lower())
+        assert not hasattr(infinity, name)
 
 
 def test_other_optimizers_of_other_parameters_step(offload: MakeEngine) -> None:

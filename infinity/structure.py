@@ -1,0 +1,119 @@
+"""Which modules hold which parameters: to notice what was added or replaced after offloading.
+
+A parameter that a model got later is an ordinary one: it would compute, and nothing would ever train it. One put in
+the place of an offloaded parameter would be overwritten when its unit is gathered. So whenever a forward begins,
+modules and parameters are compared with what was seen last; where nothing changed that compares identities only.
+
+What was removed, moved or wrapped needs no attention: hooks stay on their modules, and a parameter that nothing uses
+is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedModelError
+from infinity.groups import FlatGroup
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A module with what it held: its children and the attributes that are parameters."""
+
+    module: nn.Module
+    children: tuple[nn.Module | None, ...]
+    held: frozenset[int]  # ids of all objects that may stand at one of its parameters
+    n_parameters: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        parameters = self.module._parameters
+        return (
+            len(parameters) == self.n_parameters
+            and tuple(self.module._modules.values()) == self.children
+            and self.held.issuperset(map(id, parameters.values()))
+        )
+
+
+class Structure:
+    """The parameters of a model as the engine knows them. Used by the training thread.
+
+    Args:
+        model: whose hooks are installed.
+        groups: all of its parameters, whose stand-ins are in place.
+    """
+
+    def __init__(self, model: nn.Module, groups: Iterable[FlatGroup]) -> None:
+        self._model = model
+        self._places: dict[tuple[int, str], tuple[str, frozenset[int]]] = {}
+        self._known: set[int] = set()
+        for group in groups:
+            for slot, *objects, owners in zip(
+                group.layout.slots, group.parameters, group.stand_ins, group.owners, strict=True
+            ):
+                ids = frozenset(map(id, objects))
+                self._known |= ids
+                self._places.update({(id(module), name): (slot.name, ids) for module, name in owners})
+        self._seen: Sequence[_Seen] = ()
+        self._look()
+
+    def refuse_changed(self) -> None:
+        """A forward begins.
+
+        Raises:
+            UnsupportedModelError: the model has parameters that are not offloaded.
+        """
+        if all(seen.is_unchanged for seen in self._seen):
+            return
+        added, replaced = self.changes()
+        if replaced:
+            raise UnsupportedModelError(
+                f"another tensor has been put in the place of offloaded parameter {replaced[0]!r} (assignment, "
+                "load_state_dict(assign=True), functional_call); it would be ignored. Change values in place: `with "
+                "infinity.gathered(module), torch.no_grad(): parameter.copy_(...)`"
+            )
+        if added:
+            raise UnsupportedModelError(
+                f"the model has got parameters since it was offloaded, which no step would train: {_listed(added)}"
+            )
+        self._look()
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Names of parameters that are new, and of offloaded ones in whose place there is another tensor."""
+        added, replaced = [], []
+        for path, parameter, place in self._held():
+            name, ids = self._places.get(place, ("", frozenset()))
+            if ids and id(parameter) not in ids:
+                replaced.append(name)
+            elif not ids and id(parameter) not in self._known:
+                added.append(path)
+        return added, replaced
+
+    def _held(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, str]]]:
+        for prefix, module in self._model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{prefix}.{name}" if prefix else name, parameter, (id(module), name)
+
+    def _look(self) -> None:
+        """Remember the modules as they are now."""
+        self._seen = [
+            _Seen(module, tuple(module._modules.values()), self._ids_of(module), len(module._parameters))
+            for module in self._model.modules()
+        ]
+
+    def _ids_of(self, module: nn.Module) -> frozenset[int]:
+        ids = {id(None)}
+        for name, parameter in module._parameters.items():
+            _, known = self._places.get((id(module), name), ("", frozenset({id(parameter)})))
+            ids |= known
+        return frozenset(ids)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
