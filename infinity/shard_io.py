@@ -2,13 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from typing import Protocol
 
-from storage.types import Priority, Ticket, TrafficTag
+from storage.ordering import KeyOrder, Operation
+from storage.types import Op, Priority, Ticket, TrafficTag
+
+
+class Submit(Protocol):
+    """Submits a transfer between page-aligned memory and the bytes of a key; see `storage.store.ShardStore`."""
+
+    def __call__(
+        self,
+        key: str,
+        memory: memoryview,
+        *,
+        offset: int = 0,
+        priority: Priority = ...,
+        tag: TrafficTag,
+        payload_nbytes: int | None = None,
+    ) -> Ticket: ...
 
 
 class ShardIo(Protocol):
-    """Submits transfers between page-aligned memory and the bytes of a key; see `storage.store.ShardStore`."""
+    """What the engine's policies ask of a store."""
+
+    @property
+    def submit_read(self) -> Submit: ...
+
+    @property
+    def submit_write(self) -> Submit: ...
+
+
+class SimulatedIo(ABC):
+    """Implements `ShardIo` on the running loop's time; what a transfer does and how long it takes, subclasses say.
+
+    The ordering per key is the real store's: overlapping operations of which one is a write run in submission order.
+    Used on the thread of the loop only.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[str, KeyOrder] = {}
+        self._submitted_s: dict[Operation, float] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers submitted and not finished."""
+        return len(self._submitted_s)
+
+    def describe_in_flight(self) -> list[str]:
+        """Transfers submitted and not finished, as "read of KEY", in order of submission."""
+        return [operation.ticket.label for operation in self._submitted_s]
 
     def submit_read(
         self,
@@ -19,7 +64,9 @@ class ShardIo(Protocol):
         priority: Priority = Priority.READ_AHEAD,
         tag: TrafficTag,
         payload_nbytes: int | None = None,
-    ) -> Ticket: ...
+    ) -> Ticket:
+        """As `storage.store.ShardStore.submit_read`."""
+        return self._submit(Op.READ, key, offset, memory, priority, tag)
 
     def submit_write(
         self,
@@ -30,4 +77,30 @@ class ShardIo(Protocol):
         priority: Priority = Priority.WRITE,
         tag: TrafficTag,
         payload_nbytes: int | None = None,
-    ) -> Ticket: ...
+    ) -> Ticket:
+        """As `storage.store.ShardStore.submit_write`."""
+        return self._submit(Op.WRITE, key, offset, memory, priority, tag)
+
+    def _submit(
+        self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag
+    ) -> Ticket:
+        ticket = Ticket(f"{op.value} of {key}")
+        operation = Operation(op, key, offset, memory, priority, tag, len(memory), ticket)
+        self._submitted_s[operation] = asyncio.get_running_loop().time()
+        if self._orders.setdefault(key, KeyOrder()).add(operation):
+            self._begin(operation)
+        return ticket
+
+    def _finish(self, operation: Operation, error: BaseException | None = None) -> None:
+        """An operation is over: what waited for it begins, then its ticket is done."""
+        del self._submitted_s[operation]
+        for free in self._orders[operation.key].remove(operation, error):
+            self._begin(free)
+        if error is None:
+            operation.ticket.set_done()
+        else:
+            operation.ticket.set_exception(error)
+
+    @abstractmethod
+    def _begin(self, operation: Operation) -> None:
+        """Nothing stands in the way of an operation any more. Ends in `_finish`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from infinity.cli.console import make_console
+from infinity.cli.files import check_files, write_json
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.swap_directories import default_directory
@@ -27,8 +27,7 @@ def run(paths: Sequence[Path], report: Path | None) -> None:
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"{path}: {'not a directory' if path.exists() else 'there is no such directory'}")
-    if report is not None and not report.absolute().parent.is_dir():
-        raise ConfigError(f"--json {report}: the folder {report.absolute().parent} does not exist")
+    check_files(json=report)
     console, cache = make_console(), CalibrationCache()
     found: dict[str, Calibration] = {}
     console.print(f"each drive is written to, at most {format_nbytes(MOST_WRITTEN_NBYTES)}", markup=False)
@@ -43,9 +42,4 @@ def run(paths: Sequence[Path], report: Path | None) -> None:
                 "Set XDG_CACHE_HOME to a folder you can write to, or set nvme.block_nbytes and nvme.threads"
             ) from error
         console.print(f"{path}: {found[str(path)].reason}\n  kept in {kept}", markup=False, highlight=False)
-    if report is not None:
-        text = json.dumps({path: asdict(one) for path, one in found.items()}, indent=2)
-        try:
-            report.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {report}: cannot be written: {error.strerror or error}") from error
+    write_json(report, {path: asdict(one) for path, one in found.items()})

@@ -8,26 +8,26 @@ they need together is a bound too.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from rich.table import Table
 
 from infinity.bench.step_io import StepTraffic
+from infinity.cli.bench_options import StepOptions
 from infinity.cli.console import make_console
+from infinity.cli.files import check_files, write_json
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of, load_training_text
-from infinity.cli.settings import RunSettings, TrainOptions, resolve
+from infinity.cli.settings import RunSettings, resolve
+from infinity.cli.train_options import TrainOptions
 from infinity.config import NvmeConfig
 from infinity.data.batches import Batches
 from infinity.engine import Engine
-from infinity.errors import ConfigError
 from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.metrics import metrics_of
@@ -78,20 +78,19 @@ class StepResult:
         }
 
 
-def run(options: TrainOptions, *, rounds: int, compares_plain: bool, json_path: Path | None) -> None:
+def run(options: StepOptions) -> None:
     """Measure, show, and write what was asked for.
 
     Raises:
         ConfigError: an option cannot work; nothing was measured.
         InfinityError, StorageError: the run failed.
     """
-    if json_path is not None and not json_path.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_path}: the folder {json_path.absolute().parent} does not exist")
-    settings = resolve(options)
-    report = measure(settings, rounds=rounds, compares_plain=compares_plain)
+    check_files(json=options.json)
+    known = {field.name for field in fields(TrainOptions)} - {"json"}
+    shared = {field.name: getattr(options, field.name) for field in fields(options) if field.name in known}
+    report = measure(resolve(TrainOptions(**shared)), rounds=options.rounds, compares_plain=options.plain)
     make_console().print(_table(report))
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, report)
 
 
 def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 from infinity.bench.engines import parse_engines
 from infinity.bench.fio import FioSetup
@@ -14,35 +12,15 @@ from infinity.bench.profiles import DEFAULT_PROFILES, comparison, find_profiles
 from infinity.bench.run import TierOptions, run_tier
 from infinity.bench.sustained import plan_nbytes
 from infinity.bench.tables import show
+from infinity.cli.bench_options import TierArguments
 from infinity.cli.console import make_console
+from infinity.cli.files import check_files, write_json, write_text
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.swap_directories import default_directory
 
 _PAGE_NBYTES = 4096
 _REPEATS, _COMPARISON_REPEATS = 3, 7
-
-
-@dataclass(frozen=True, slots=True)
-class TierArguments:
-    """The options as typed."""
-
-    paths: tuple[Path, ...]
-    profiles: tuple[str, ...]
-    engines: str
-    compare_fio: bool
-    sustained: str | None
-    memory: bool | None
-    size: str | None
-    repeats: int | None
-    seconds: float
-    block: str
-    depth: int
-    fio_engine: str
-    fio_huge_pages: bool
-    json: Path | None
-    fio_files: Path | None
-    html: Path | None
 
 
 def run(arguments: TierArguments) -> None:
@@ -52,9 +30,7 @@ def run(arguments: TierArguments) -> None:
         ConfigError: an option cannot work; nothing was measured.
         InfinityError, StorageError: a measurement failed; the test files are gone.
     """
-    for name, path in (("--json", arguments.json), ("--html", arguments.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{name} {path}: the folder {path.absolute().parent} does not exist")
+    check_files(json=arguments.json, html=arguments.html)
     options = resolve(arguments)
     console = make_console()
     if options.sustained_nbytes is not None:
@@ -69,14 +45,13 @@ def run(arguments: TierArguments) -> None:
     with console.status("starting") as status:
         result = run_tier(options, lambda text: status.update(text.replace("[", r"\[")))
     console.print(show(result))
-    if arguments.json is not None:
-        _write(arguments.json, json.dumps(to_json(result), indent=2) + "\n", "--json")
+    write_json(arguments.json, to_json(result))
     if arguments.fio_files is not None:
         arguments.fio_files.mkdir(parents=True, exist_ok=True)
         for name, report in to_files(result).items():
-            _write(arguments.fio_files / name, json.dumps(report, indent=2) + "\n", "--fio-files")
+            write_text("--fio-files", arguments.fio_files / name, json.dumps(report, indent=2) + "\n")
     if arguments.html is not None:
-        _write(arguments.html, to_html(result), "--html")
+        write_text("--html", arguments.html, to_html(result))
 
 
 def resolve(arguments: TierArguments) -> TierOptions:
@@ -87,10 +62,10 @@ def resolve(arguments: TierArguments) -> TierOptions:
     """
     is_special = arguments.compare_fio or arguments.sustained is not None
     block_nbytes = _block(arguments.block)
-    profiles = find_profiles(arguments.profiles)
+    profiles = find_profiles(arguments.profile)
     if not profiles and not is_special:
         profiles = DEFAULT_PROFILES
-    measures_memory = arguments.memory if arguments.memory is not None else not arguments.profiles and not is_special
+    measures_memory = arguments.memory if arguments.memory is not None else not arguments.profile and not is_special
     return TierOptions(
         paths=arguments.paths or (default_directory(),),
         profiles=profiles,
@@ -123,10 +98,3 @@ def _block(text: str) -> int:
     if nbytes % _PAGE_NBYTES:
         raise ConfigError(f"--block {text!r}: allowed: multiples of {_PAGE_NBYTES} bytes")
     return nbytes
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from error

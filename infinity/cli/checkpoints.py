@@ -11,7 +11,7 @@ from infinity.engine import Engine
 from infinity.errors import CheckpointError
 from infinity.optim.adamw import AdamW
 
-_COMPARED = ("batch", "accumulate", "seed", "data", "clip", "lr")
+_COMPARED = ("batch", "accumulate", "micro_batches", "seed", "data", "clip", "lr")
 
 
 def position(settings: RunSettings, next_step: int, last_step: int) -> dict[str, Any]:

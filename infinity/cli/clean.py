@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich import box
 from rich.table import Table
 
 from infinity.cli.console import make_console
+from infinity.cli.files import write_json
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.swap_directories import TEMPORARY_PREFIX
@@ -44,15 +44,11 @@ def clean(directory: Path, report_path: Path | None, *, resumable: bool = False)
         table = _table(removed, left)
         _add_runs(table, runs_removed, runs_left)
         console.print(table)
-    if report_path is not None:
-        report = {
-            "removed": [_to_json(f) for f in removed] + [_run_json(run) for run in runs_removed],
-            "left": [_to_json(f) for f in left] + [_run_json(run) for run in runs_left],
-        }
-        try:
-            report_path.write_text(json.dumps(report, indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {report_path}: cannot be written: {error.strerror or error}") from error
+    report = {
+        "removed": [_to_json(f) for f in removed] + [_run_json(run) for run in runs_removed],
+        "left": [_to_json(f) for f in left] + [_run_json(run) for run in runs_left],
+    }
+    write_json(report_path, report)
 
 
 def _temporary_folders(directory: Path) -> list[Path]:

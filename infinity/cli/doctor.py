@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.cli.failures import EXIT_FAILURE, reported
+from infinity.cli.failures import EXIT_FAILURE
+from infinity.cli.options import JsonFile, takes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,14 +21,19 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "bold red"}
 
 
-def doctor(
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """The options as typed."""
+
     paths: Annotated[
-        list[Path] | None,
+        tuple[Path, ...],
         typer.Argument(help="Directories for swap files. Default: where they would go.", show_default=False),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the findings to this file.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-) -> None:
+    ] = ()
+    json: JsonFile = None
+
+
+@takes(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
     """Look at kernel, memory, GPU and directories; say what is wrong and the line that repairs it.
 
     \b
@@ -35,18 +42,16 @@ def doctor(
 
     Exit code 1 only if training is impossible.
     """
-    with reported(debug=debug):
-        from infinity.cli.console import make_console
-        from infinity.doctor.check import Status
-        from infinity.doctor.examine import examine
-        from infinity.swap_directories import default_directory
+    from infinity.cli.console import make_console
+    from infinity.doctor.check import Status
+    from infinity.doctor.examine import examine
+    from infinity.swap_directories import default_directory
 
-        checks = examine(paths or [default_directory()])
-        make_console().print(_show(checks))
-        if json is not None:
-            _write(json, checks)
-        if any(check.status is Status.FAILURE for check in checks):
-            raise typer.Exit(EXIT_FAILURE)
+    checks = examine(options.paths or [default_directory()])
+    make_console().print(_show(checks))
+    _write(options.json, checks)
+    if any(check.status is Status.FAILURE for check in checks):
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _show(checks: Sequence[Check]) -> RenderableType:
@@ -77,15 +82,11 @@ def _show(checks: Sequence[Check]) -> RenderableType:
     return Group(*parts)
 
 
-def _write(path: Path, checks: Sequence[Check]) -> None:
-    import json
+def _write(path: Path | None, checks: Sequence[Check]) -> None:
     from dataclasses import asdict
 
-    from infinity.errors import ConfigError
+    from infinity.cli.files import write_json
 
     worst = max((list(_STYLES).index(check.status.value) for check in checks), default=0)
     report = {"status": list(_STYLES)[worst], "checks": [asdict(check) for check in checks]}
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error.strerror or error}") from error
+    write_json(path, report)

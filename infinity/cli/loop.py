@@ -26,13 +26,22 @@ def batches_of(training: Training, text: Text) -> Batches:
 
 
 def accumulate_gradients(
-    model: nn.Module, batches: Batches, step: int, accumulate: int, device: torch.device
+    model: nn.Module, batches: Batches, step: int, accumulate: int, device: torch.device, *, slices: int = 1
 ) -> float:
-    """Forward and backward of every micro-batch of a step; returns their mean loss. Ranks take turns in the batches."""
+    """Forward and backward of every batch of a step; returns their mean loss. Ranks take turns in the batches.
+
+    Args:
+        slices: in so many parts a batch goes through the model, one after the other, and their gradients are added up:
+            what an engine with `micro_batches` does by itself.
+    """
     total, job = 0.0, this_job()
     for micro in range(accumulate):
         inputs, targets = batches.at((step * accumulate + micro) * job.size + job.rank)
-        loss = model(inputs.to(device), targets.to(device))
-        (loss / accumulate).backward()
-        total += loss.item()
+        parts = zip(inputs.tensor_split(slices), targets.tensor_split(slices), strict=True)
+        for part_inputs, part_targets in parts:
+            if len(part_inputs):
+                share = len(part_inputs) / len(inputs)
+                loss = model(part_inputs.to(device), part_targets.to(device))
+                (loss * share / accumulate).backward()
+                total += loss.item() * share
     return total / accumulate

@@ -38,7 +38,10 @@ def train_plain(training: Training) -> PlainRun:
     run = PlainRun([], [], [], 0)
     for step in range(training.steps):
         started_s = time.perf_counter()
-        run.losses.append(accumulate_gradients(model, batches, step, training.accumulate, device))
+        loss = accumulate_gradients(
+            model, batches, step, training.accumulate, device, slices=training.micro_batches
+        )
+        run.losses.append(loss)
         norm = None
         if training.clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip).item()

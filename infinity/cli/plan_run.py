@@ -2,67 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from infinity.cli.console import make_console
+from infinity.cli.files import check_files, write_json, write_text
+from infinity.cli.plan_options import PlanOptions
 from infinity.cli.plan_tables import changes_table, nearest_text, plan_tables, search_table, stages_table, sweep_table
+from infinity.cli.shapes import preset_named, shape_of
 from infinity.config import Precision, Schedule
 from infinity.errors import ConfigError, PlacementError
 from infinity.models.gpt import GptShape
-from infinity.models.presets import PRESETS
 from infinity.plan import advice as advise
 from infinity.plan.hardware import CPU, Hardware, effective_link, from_bench, gpu_named, parse_drives
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
 from infinity.plan.report import change_json, plan_json, stages_json, sweep_json
 from infinity.plan.stages import stage_rows
-from infinity.plan.timeline import chrome_trace, graph_objects, timeline_figure, write_page
+from infinity.plan.timeline import chrome_trace, graph_objects, page, timeline_figure
 from infinity.sizes import GIB, MIB, parse_nbytes
 
 _DEFAULT_DRIVE = "990pro-4tb"
 _DEFAULT_HOST_NBYTES = 64 * GIB
 _DEFAULT_SEQ, _DEFAULT_BATCH = 1024, 4
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """The options of the command, as typed; None where not given."""
-
-    model: str | None
-    preset: str
-    layers: int | None
-    hidden: int | None
-    heads: int | None
-    seq: int | None
-    batch: int | None
-    accumulate: int
-    precision: str
-    schedule: str
-    recompute: bool
-    gpu: str
-    gpus: int
-    nodes: int
-    device_memory: str | None
-    host_memory: str | None
-    drives: tuple[str, ...]
-    bench: Path | None
-    dram: float | None
-    link: float | None
-    network: float | None
-    efficiency: float | None
-    search: bool
-    sweep: str | None
-    stages: bool
-    advice: bool
-    json: Path | None
-    html: Path | None
-    trace: Path | None
 
 
 def run(options: PlanOptions) -> None:
@@ -105,9 +70,10 @@ def make_request(options: PlanOptions) -> PlanRequest:
     Raises:
         ConfigError: a value is not allowed.
     """
-    precision = _member(Precision, "--precision", options.precision)
-    schedule = _member(Schedule, "--schedule", options.schedule)
-    if schedule is Schedule.OVERLAPPED and options.accumulate > 1:
+    precision = _member(Precision, "--precision", options.precision or Precision.BF16.value)
+    schedule = _member(Schedule, "--schedule", options.schedule or Schedule.AUTO.value)
+    accumulate = options.accumulate or 1
+    if schedule is Schedule.OVERLAPPED and accumulate > 1:
         raise ConfigError("--schedule overlapped contradicts --accumulate: it updates each unit at its first gradient")
     source, batch, seq = _source(options)
     model = model_plan(
@@ -119,10 +85,10 @@ def make_request(options: PlanOptions) -> PlanRequest:
     )
     workload = Workload(
         batch=batch,
-        accumulate=options.accumulate,
+        accumulate=accumulate,
         precision=precision,
         schedule=schedule,
-        recompute=options.recompute,
+        recompute=options.recompute is not False,
     )
     return PlanRequest(model, _hardware(options), workload)
 
@@ -138,15 +104,9 @@ def _source(options: PlanOptions) -> tuple[GptShape | str, int, int]:
     """The shape of our own model or the name of another one; micro-batch and sequence."""
     if options.model is not None:
         return options.model, options.batch or _DEFAULT_BATCH, options.seq or _DEFAULT_SEQ
-    if options.preset not in PRESETS:
-        raise ConfigError(f"--preset {options.preset}: unknown; allowed: {', '.join(PRESETS)}")
-    preset = PRESETS[options.preset]
-    hidden = options.hidden or preset.hidden
-    heads = options.heads or next(n for n in range(max(hidden // 64, 1), 0, -1) if hidden % n == 0)
-    if hidden % heads:
-        raise ConfigError(f"--hidden {hidden} --heads {heads}: hidden must be a multiple of heads")
-    seq = options.seq or preset.seq
-    return GptShape(options.layers or preset.layers, hidden, heads, seq), options.batch or _DEFAULT_BATCH, seq
+    preset = preset_named(options.preset)
+    shape = shape_of(preset, layers=options.layers, hidden=options.hidden, heads=options.heads, seq=options.seq)
+    return shape, options.batch or _DEFAULT_BATCH, shape.seq
 
 
 def _hardware(options: PlanOptions) -> Hardware:
@@ -155,7 +115,7 @@ def _hardware(options: PlanOptions) -> Hardware:
         gpu = replace(gpu, memory_nbytes=_size("--device-memory", options.device_memory))
     hardware = Hardware(
         gpu=gpu,
-        drives=parse_drives(options.drives or (_DEFAULT_DRIVE,)),
+        drives=parse_drives(options.drive or (_DEFAULT_DRIVE,)),
         host_memory_nbytes=_DEFAULT_HOST_NBYTES,
         gpus=options.gpus,
         nodes=options.nodes,
@@ -164,8 +124,8 @@ def _hardware(options: PlanOptions) -> Hardware:
     )
     if options.bench is not None:
         hardware = from_bench(options.bench, hardware)
-        if options.drives:
-            hardware = replace(hardware, drives=parse_drives(options.drives))
+        if options.drive:
+            hardware = replace(hardware, drives=parse_drives(options.drive))
     changes: dict[str, Any] = {
         "dram_bytes_per_s": _rate("--dram", options.dram),
         "link_bytes_per_s": _rate("--link", options.link),
@@ -200,9 +160,8 @@ def _plan(request: PlanRequest, options: PlanOptions, console: Console) -> StepP
         return make_plan(request, keep_spans=keeps_spans)
     except PlacementError as error:
         nearest = advise.nearest_that_works(request)
-        if options.json is not None:
-            told = None if nearest is None else change_json(nearest)
-            _write_text(options.json, "--json", {"fits": False, "problem": str(error), "nearest": told})
+        told = None if nearest is None else change_json(nearest)
+        write_json(options.json, {"fits": False, "problem": str(error), "nearest": told})
         raise PlacementError(f"{error}\n{nearest_text(nearest)}") from None
 
 
@@ -217,9 +176,7 @@ def _sweep(request: PlanRequest, text: str, console: Console, result: dict[str, 
 
 
 def _check_outputs(options: PlanOptions) -> None:
-    for name, path in (("--json", options.json), ("--html", options.html), ("--trace", options.trace)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{name} {path}: give the name of a file in a folder that exists")
+    check_files(json=options.json, html=options.html, trace=options.trace)
     is_one_step = not (options.stages or options.search or options.sweep is not None)
     if options.trace is not None and not is_one_step:
         raise ConfigError("--trace shows one step; leave out --stages, --search and --sweep")
@@ -230,14 +187,13 @@ def _check_outputs(options: PlanOptions) -> None:
 
 
 def _write(options: PlanOptions, result: dict[str, Any], figures: Sequence[Any]) -> None:
-    if options.json is not None:
-        _write_text(options.json, "--json", result)
+    write_json(options.json, result)
     for shown in figures:
         if options.html is not None:
             figure, title = _figure(shown)
-            write_page(options.html, title, [figure])
+            write_text("--html", options.html, page(title, [figure]))
         if options.trace is not None and isinstance(shown, StepPlan):
-            _write_text(options.trace, "--trace", chrome_trace(shown.simulated.spans))
+            write_text("--trace", options.trace, chrome_trace(shown.simulated.spans))
 
 
 def _figure(shown: StepPlan | advise.Sweep) -> tuple[Any, str]:
@@ -256,11 +212,3 @@ def _figure(shown: StepPlan | advise.Sweep) -> tuple[Any, str]:
     title = f"Seconds per step by {shown.name}"
     figure.update_layout(title=title, xaxis_title=shown.name, yaxis_title="seconds", yaxis_rangemode="tozero")
     return figure, title
-
-
-def _write_text(path: Path, option: str, content: dict[str, Any] | str) -> None:
-    text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from error

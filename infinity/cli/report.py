@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from infinity.cli.baseline import Comparison
@@ -13,7 +11,6 @@ from infinity.cli.memory import activation_nbytes, peak_rss_bytes
 from infinity.cli.records import Counters, StepRecord, seconds_of_a_step
 from infinity.cli.settings import RunSettings
 from infinity.engine import Engine
-from infinity.errors import ConfigError
 from infinity.observe.metrics import Traffic
 from infinity.plan.observed import Prediction
 from infinity.plan.summary import Plan
@@ -124,14 +121,6 @@ def add_baseline(report: dict[str, Any], comparison: Comparison, first_step: int
         "parameters_reason": comparison.reason,
         "different_parameters": list(comparison.different),
     }
-
-
-def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Write a report; raises ConfigError when the file cannot be written."""
-    try:
-        path.write_text(json.dumps(report, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written: {error.strerror or error}") from error
 
 
 def _memory(settings: RunSettings, budgets: dict[str, int], interpreter_nbytes: int) -> dict[str, int]:

@@ -11,49 +11,16 @@ import torch
 
 from infinity.checkpoint.format import INDEX_FILE
 from infinity.cli.ranks import this_job
+from infinity.cli.shapes import preset_named, shape_of
 from infinity.cli.sizing import comfortable_budgets, minima_of
+from infinity.cli.train_options import TrainOptions
 from infinity.config import Config, DeviceKind, Durability, Precision, Schedule
 from infinity.durable.notes import StoredRun, read_run
 from infinity.errors import CheckpointError, ConfigError
 from infinity.models.gpt import GptShape
-from infinity.models.presets import DEFAULT_PRESET, PRESETS, Preset
+from infinity.models.presets import DEFAULT_PRESET, Preset
 from infinity.sizes import parse_nbytes
 from storage.durable import DURABLE_PREFIX, durable_folder
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """The options as given on the command line; None where nothing was given."""
-
-    preset: str | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    seq: int | None = None
-    batch: int | None = None
-    accumulate: int | None = None
-    steps: int | None = None
-    seed: int | None = None
-    lr: float | None = None
-    clip: float | None = None
-    recompute: bool | None = None
-    data: tuple[Path, ...] = ()
-    config: Path | None = None
-    precision: str | None = None
-    device: str | None = None
-    device_budget: str | None = None
-    host_budget: str | None = None
-    nvme: tuple[Path, ...] = ()
-    schedule: str | None = None
-    io_timeout: float | None = None
-    io_log: Path | None = None
-    durability: str | None = None
-    save: Path | None = None
-    resume: Path | None = None
-    trace: Path | None = None
-    metrics: Path | None = None
-    json: Path | None = None
-    baseline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +30,7 @@ class Training:
     shape: GptShape
     batch: int
     accumulate: int
+    micro_batches: int  # slices of a batch, added up like accumulated batches
     steps: int
     seed: int
     lr: float
@@ -106,8 +74,8 @@ def resolve(options: TrainOptions) -> RunSettings:
     if run is not None:
         options = continue_with(options, run)
     options = replace(options, preset=options.preset or DEFAULT_PRESET)
-    preset = _preset_of(options)
-    shape = _shape_of(options, preset)
+    preset = preset_named(options.preset)
+    shape = shape_of(preset, layers=options.layers, hidden=options.hidden, heads=options.heads, seq=options.seq)
     _check_durability(options)
     _check_ranks(options)
     accumulate = options.accumulate or 1
@@ -123,6 +91,7 @@ def resolve(options: TrainOptions) -> RunSettings:
         shape=shape,
         batch=options.batch or preset.batch,
         accumulate=accumulate,
+        micro_batches=config.micro_batches,
         steps=options.steps or preset.steps,
         seed=options.seed or 0,
         lr=options.lr if options.lr is not None else preset.lr,
@@ -134,26 +103,6 @@ def resolve(options: TrainOptions) -> RunSettings:
     is_preset = (shape.layers, shape.hidden, shape.seq) == (preset.layers, preset.hidden, preset.seq)
     config, budget_note = _choose_budgets(config, shape, preset if is_preset else None)
     return RunSettings(options, training, config, (schedule_note, budget_note), run)
-
-
-def _preset_of(options: TrainOptions) -> Preset:
-    preset = PRESETS.get(options.preset or "")
-    if preset is None:
-        raise ConfigError(f"--preset {options.preset}: unknown; allowed: {', '.join(PRESETS)}")
-    return preset
-
-
-def _shape_of(options: TrainOptions, preset: Preset) -> GptShape:
-    hidden = options.hidden or preset.hidden
-    heads = options.heads or (preset.heads if hidden % preset.heads == 0 else _default_heads(hidden))
-    if hidden % heads:
-        raise ConfigError(f"--hidden {hidden} --heads {heads}: hidden must be a multiple of heads")
-    return GptShape(options.layers or preset.layers, hidden, heads, options.seq or preset.seq)
-
-
-def _default_heads(hidden: int) -> int:
-    """Heads of about 64 channels, in a number that divides `hidden`."""
-    return next(heads for heads in range(max(hidden // 64, 1), 0, -1) if hidden % heads == 0)
 
 
 def _check_durability(options: TrainOptions) -> None:
@@ -188,6 +137,8 @@ def _engine_config(options: TrainOptions) -> Config:
         changes["schedule"] = options.schedule
     if options.durability is not None:
         changes["durability"] = options.durability
+    if options.micro_batches is not None:
+        changes["micro_batches"] = options.micro_batches
     sections: dict[str, dict[str, object]] = {
         "device": {"kind": options.device, "budget": options.device_budget},
         "host": {"budget": options.host_budget},
@@ -281,7 +232,8 @@ def continue_with(options: TrainOptions, run: StoredRun) -> TrainOptions:
         left = int(run.extra["last_step"]) - int(run.extra["next_step"])
         if options.preset is None:
             options = replace(options, preset=run.extra["preset"], **_missing(options, shape))
-        settings = {name: was[name] for name in ("batch", "accumulate", "seed", "lr", "clip", "recompute")}
+        kept = ("batch", "accumulate", "micro_batches", "seed", "lr", "clip", "recompute")
+        settings = {name: was[name] for name in kept}
         settings |= {"precision": run.layout.precision, "durability": Durability.STEP.value}
         settings |= {"device_budget": budgets["device"], "host_budget": budgets["host"]}
         settings |= {"data": tuple(map(Path, was["data"])), "nvme": tuple(map(Path, run.layout.directories))}
@@ -289,7 +241,8 @@ def continue_with(options: TrainOptions, run: StoredRun) -> TrainOptions:
         raise CheckpointError(f"the run in {run.path} was not made by `infinity train` ({error!r})") from error
     settings["steps"] = left if left > 0 else None
     if options.config is not None:
-        del settings["precision"], settings["device_budget"], settings["host_budget"]
+        for name in ("precision", "micro_batches", "device_budget", "host_budget"):
+            del settings[name]
     return replace(options, **_missing(options, settings))
 
 

@@ -160,8 +160,9 @@ def _side_by_side(report: dict[str, Any]) -> Group:
         "peak memory", format_nbytes(report["memory"]["peak_rss_bytes"]), format_nbytes(plain["peak_rss_bytes"])
     )
     equal = {True: "equal", False: "DIFFERENT", None: "not compared"}
+    losses = {True: "bitwise equal", False: "different", None: "not compared"}
     lines = [
-        f"losses: {'bitwise equal' if plain['losses_equal'] else 'different'}",
+        f"losses: {losses[plain['losses_equal']]}",
         f"final parameters: {equal[plain['parameters_equal']]} ({plain['parameters_reason']})",
     ]
     return Group(table, *map(Text, lines))

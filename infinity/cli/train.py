@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from infinity.cli import baseline
 from infinity.cli.console import make_console
 from infinity.cli.failures import deferred
+from infinity.cli.files import check_files, write_json
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded
 from infinity.cli.ranks import this_job
-from infinity.cli.report import add_baseline, make_report, write_json
-from infinity.cli.settings import RunSettings, TrainOptions, resolve
+from infinity.cli.report import add_baseline, make_report
+from infinity.cli.settings import RunSettings, resolve
 from infinity.cli.tables import summary
+from infinity.cli.train_options import TrainOptions
 from infinity.errors import ConfigError, InfinityError
 
 
@@ -28,7 +29,7 @@ def train(options: TrainOptions) -> None:
     if not this_job().is_first:
         options = replace(options, json=None, metrics=None, trace=None)
     settings = resolve(options)
-    _check_outputs(options)
+    check_files(json=options.json, trace=options.trace, metrics=options.metrics)
     _check_resume(options)
     if options.baseline:
         baseline.check_memory(settings.training)
@@ -55,8 +56,7 @@ def train(options: TrainOptions) -> None:
         comparison = _compare(settings, run.first_step, report["losses"], run.hashes)
         add_baseline(report, comparison, run.first_step)
     console.print(summary(report))
-    if options.json is not None:
-        write_json(options.json, report)
+    write_json(options.json, report)
 
 
 def _compare(
@@ -65,21 +65,7 @@ def _compare(
     """A resumed run is compared with one plain run over all steps since the beginning."""
     training = replace(settings.training, steps=first_step + settings.training.steps)
     plain = baseline.run_baseline(training)
-    return baseline.compare(plain, losses, hashes, settings.config.precision, uses_cuda=training.uses_cuda)
-
-
-def _check_outputs(options: TrainOptions) -> None:
-    """Files that are written at the end must be writable at the beginning."""
-    for name, path in (("--json", options.json), ("--trace", options.trace), ("--metrics", options.metrics)):
-        if path is not None:
-            _check_file(name, path)
-
-
-def _check_file(name: str, path: Path) -> None:
-    if path.is_dir():
-        raise ConfigError(f"{name} {path}: this is a folder; give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{name} {path}: the folder {path.absolute().parent} does not exist")
+    return baseline.compare(plain, losses, hashes, settings.config.precision, training)
 
 
 def _check_resume(options: TrainOptions) -> None:

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from storage.ordering import KeyOrder, Operation
-from storage.types import Op, Priority, Ticket, TrafficTag
+from infinity.shard_io import SimulatedIo
+from storage.ordering import Operation
+from storage.types import Op, TrafficTag
 
 _RESOLUTION_S = 1e-9  # a transfer that would end within this has ended
 
@@ -173,8 +174,8 @@ class Moved:
     end_s: float
 
 
-class SimulatedDrives:
-    """Implements `infinity.shard_io.ShardIo` over modelled drives; keys are spread by speed. For one loop only.
+class SimulatedDrives(SimulatedIo):
+    """A store over modelled drives; keys are spread by speed. No byte is moved.
 
     Args:
         drives: one model per drive; drives alike are simulated once.
@@ -182,14 +183,13 @@ class SimulatedDrives:
     """
 
     def __init__(self, drives: Sequence[DriveModel], *, keep_log: bool = False) -> None:
+        super().__init__()
         counts = Counter(drives)
         self.servers = [DriveServer(model.times(count)) for model, count in counts.items()]
         speeds = [s.model.read_bytes_per_s + s.model.write_bytes_per_s for s in self.servers]
         self._shares = [speed / sum(speeds) for speed in speeds]
         self._latency_s = max((model.latency_s for model in drives), default=0.0)
-        self._orders: dict[str, KeyOrder] = {}
         self._keep_log = keep_log
-        self._submitted_s: dict[Operation, float] = {}
         self._started_s: dict[Operation, float] = {}
         self.log: list[Moved] = []
         self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
@@ -203,42 +203,6 @@ class SimulatedDrives:
         """Bytes of one step in one direction."""
         return sum(n for (way, _, at), n in self.traffic.items() if (way, at) == (op, step))
 
-    def submit_read(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = Priority.READ_AHEAD,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket:
-        """As `storage.store.ShardStore.submit_read`; no byte is moved."""
-        return self._submit(Op.READ, key, memory, offset, priority, tag)
-
-    def submit_write(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = Priority.WRITE,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket:
-        """As `storage.store.ShardStore.submit_write`; no byte is moved."""
-        return self._submit(Op.WRITE, key, memory, offset, priority, tag)
-
-    def _submit(
-        self, op: Op, key: str, memory: memoryview, offset: int, priority: Priority, tag: TrafficTag
-    ) -> Ticket:
-        ticket = Ticket(f"{op.value} of {key}")
-        operation = Operation(op, key, offset, memory, priority, tag, len(memory), ticket)
-        self._submitted_s[operation] = asyncio.get_running_loop().time()
-        if self._orders.setdefault(key, KeyOrder()).add(operation):
-            self._begin(operation)
-        return ticket
-
     def _begin(self, operation: Operation) -> None:
         loop = asyncio.get_running_loop()
         self._started_s[operation] = loop.time()
@@ -251,19 +215,18 @@ class SimulatedDrives:
             nonlocal left
             left -= 1
             if not left:
+                self._note(operation)
                 self._finish(operation)
 
         for server, share in zip(self.servers, self._shares, strict=True):
             server.submit(operation.op, nbytes * share, int(operation.priority), ended)
 
-    def _finish(self, operation: Operation) -> None:
+    def _note(self, operation: Operation) -> None:
+        """Count a transfer that has ended."""
         tag, nbytes = operation.tag, len(operation.memory)
-        submitted_s, started_s = self._submitted_s.pop(operation), self._started_s.pop(operation)
+        submitted_s, started_s = self._submitted_s[operation], self._started_s.pop(operation)
         self.traffic[operation.op, tag.kind, tag.step] += nbytes
         if self._keep_log:
             end_s = asyncio.get_running_loop().time()
             key, start = operation.key, operation.start
             self.log.append(Moved(operation.op, key, start, nbytes, tag, submitted_s, started_s, end_s))
-        for free in self._orders[operation.key].remove(operation, None):
-            self._begin(free)
-        operation.ticket.set_done()

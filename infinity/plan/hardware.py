@@ -6,16 +6,15 @@ drives, links and the optimizer, and `Hardware.from_bench` takes its file.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.plan.drives import DriveModel
+from infinity.plan.reading import look_up, read_json
 from infinity.sizes import GIB, format_nbytes, parse_nbytes
 
 GB = 1e9
@@ -152,12 +151,7 @@ def gpu_named(name: str) -> Gpu:
     Raises:
         ConfigError: it has none of that name.
     """
-    found = GPUS.get(name.lower())
-    if found is None:
-        near = get_close_matches(name.lower(), GPUS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"--gpu {name}: unknown; {hint}allowed: {', '.join(GPUS)}")
-    return found
+    return look_up("--gpu", name, GPUS)
 
 
 def effective_link(gpu: Gpu) -> float:
@@ -190,12 +184,7 @@ def parse_drives(texts: Sequence[str]) -> tuple[Drive, ...]:
 
 def _one_drive(text: str, whole: str) -> Drive:
     if ":" not in text:
-        found = DRIVES.get(text.lower())
-        if found is None:
-            near = get_close_matches(text.lower(), DRIVES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"--drive {whole}: {hint}allowed: {_DRIVE_HELP}; names: {', '.join(DRIVES)}")
-        return found
+        return look_up("--drive", text, DRIVES, allowed=f"{_DRIVE_HELP}; names: ")
     parts = text.split(":")
     try:
         read, write = (float(part) * GB for part in parts[:2])
@@ -215,12 +204,7 @@ def from_bench(path: Path, base: Hardware) -> Hardware:
     Raises:
         ConfigError: the file cannot be read or is not such a report.
     """
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--bench {path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"--bench {path}: not valid JSON: {error}") from error
+    report = read_json("--bench", path)
     if not isinstance(report, Mapping) or "jobs" not in report:
         raise ConfigError(f"--bench {path}: this is not what `infinity bench tier --json` writes")
     changes: dict[str, Any] = {}

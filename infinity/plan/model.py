@@ -10,7 +10,6 @@ fused kernels of CPUs and GPUs never store them.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.init import empty_init
 from infinity.models.gpt import Gpt, GptShape
+from infinity.plan.reading import read_json
 from infinity.units import RESIDENT_NAME, UnitSpec, partition
 
 BACKWARD_FLOPS = 2.0  # of a forward
@@ -137,12 +137,7 @@ def _build(source: str | GptShape) -> tuple[str, nn.Module]:
 
 
 def _from_hugging_face(path: Path) -> tuple[str, nn.Module]:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--model {path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError(f"--model {path}: not valid JSON: {error}") from error
+    settings = read_json("--model", path)
     try:
         import transformers
     except ImportError as error:

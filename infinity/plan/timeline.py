@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
@@ -92,18 +91,11 @@ def graph_objects() -> Any:
     return go
 
 
-def write_page(path: Path, title: str, figures: Sequence[Any]) -> None:
-    """One page with all figures that needs no network.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+def page(title: str, figures: Sequence[Any]) -> str:
+    """One HTML page with all figures that needs no network."""
     parts = [
         figure.to_html(full_html=False, include_plotlyjs=number == 0, div_id=f"figure{number}")
         for number, figure in enumerate(figures)
     ]
-    page = f'<!DOCTYPE html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n'
-    try:
-        path.write_text(page + "\n".join(parts) + "\n</body></html>\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--html {path}: cannot be written: {error.strerror or error}") from error
+    head = f'<!DOCTYPE html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n'
+    return head + "\n".join(parts) + "\n</body></html>\n"

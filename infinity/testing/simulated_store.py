@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infinity.shard_io import SimulatedIo
 from storage.ordering import KeyOrder, Operation
 from storage.types import Op, Priority, Ticket, TrafficTag
 
@@ -27,12 +28,11 @@ class SimulatedTransfer:
     end_s: float
 
 
-class SimulatedStore:
+class SimulatedStore(SimulatedIo):
     """Holds bytes in memory; a transfer takes `latency_s + nbytes / bandwidth` of the running loop's time.
 
     Reads and writes have a channel of their own unless `is_shared`; on each channel one transfer at a time, lower
-    priority value first, then as submitted. The ordering per key is the real store's: overlapping operations of which
-    one is a write run in submission order. Used on the thread of the loop only.
+    priority value first, then as submitted.
 
     Args:
         read_bytes_per_s, write_bytes_per_s: bandwidths.
@@ -56,16 +56,15 @@ class SimulatedStore:
         duration_s: Callable[[Op, str, int], float] | None = None,
         failure: Callable[[Op, str], BaseException | None] | None = None,
     ) -> None:
+        super().__init__()
         self._bandwidth = {Op.READ: read_bytes_per_s, Op.WRITE: write_bytes_per_s}
         self._latency_s = latency_s
         self._duration_s = duration_s
         self._failure = failure
         self._bytes: dict[str, bytearray] = {}
-        self._orders: dict[str, KeyOrder] = {}
         self._channel = {op: Op.READ if is_shared else op for op in Op}
         self._queues: dict[Op, list[Operation]] = {op: [] for op in Op}
         self._is_busy = dict.fromkeys(Op, False)
-        self._submitted_s: dict[Operation, float] = {}
         self.log: list[SimulatedTransfer] = []
 
     def create(self, key: str, nbytes: int, content: bytes | None = None) -> None:
@@ -77,54 +76,15 @@ class SimulatedStore:
         """What is stored under a key now."""
         return bytes(self._bytes[key])
 
-    @property
-    def in_flight(self) -> int:
-        """Transfers submitted and not finished."""
-        return sum(len(order.operations) for order in self._orders.values())
-
-    def describe_in_flight(self) -> list[str]:
-        """Transfers submitted and not finished, as "read of KEY", in order of submission."""
-        return [operation.ticket.label for operation in self._submitted_s]
-
-    def submit_read(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = Priority.READ_AHEAD,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket:
-        """As `storage.store.ShardStore.submit_read`."""
-        return self._submit(Op.READ, key, memory, offset, priority, tag)
-
-    def submit_write(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = Priority.WRITE,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket:
-        """As `storage.store.ShardStore.submit_write`."""
-        return self._submit(Op.WRITE, key, memory, offset, priority, tag)
-
     def _submit(
-        self, op: Op, key: str, memory: memoryview, offset: int, priority: Priority, tag: TrafficTag
+        self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag
     ) -> Ticket:
-        ticket = Ticket(f"{op.value} of {key}")
-        operation = Operation(op, key, offset, memory, priority, tag, len(memory), ticket)
-        if offset % _PAGE_NBYTES or len(memory) % _PAGE_NBYTES or operation.stop > len(self._bytes[key]):
-            raise ValueError(f"{op.value} of {key}: bytes {offset} to {operation.stop} of {len(self._bytes[key])}")
-        self._submitted_s[operation] = asyncio.get_running_loop().time()
-        if self._orders[key].add(operation):
-            self._enqueue(operation)
-        return ticket
+        there, stop = len(self._bytes[key]), offset + len(memory)
+        if offset % _PAGE_NBYTES or stop % _PAGE_NBYTES or stop > there:
+            raise ValueError(f"{op.value} of {key}: bytes {offset} to {stop} of {there}")
+        return super()._submit(op, key, offset, memory, priority, tag)
 
-    def _enqueue(self, operation: Operation) -> None:
+    def _begin(self, operation: Operation) -> None:
         lost = self._orders[operation.key].lost_in(operation.start, operation.stop)
         if operation.op is Op.READ and lost is not None:
             self._finish(operation, lost)
@@ -177,12 +137,3 @@ class SimulatedStore:
                 end_s=asyncio.get_running_loop().time(),
             )
         )
-
-    def _finish(self, operation: Operation, error: BaseException | None) -> None:
-        del self._submitted_s[operation]
-        for free in self._orders[operation.key].remove(operation, error):
-            self._enqueue(free)
-        if error is None:
-            operation.ticket.set_done()
-        else:
-            operation.ticket.set_exception(error)

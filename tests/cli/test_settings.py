@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.settings import TrainOptions, resolve
+from infinity.cli.settings import resolve
 from infinity.cli.sizing import comfortable_budgets, minima_of
+from infinity.cli.train_options import TrainOptions
 from infinity.config import Config, Precision, Schedule
 from infinity.models.gpt import GptShape
 from infinity.models.presets import DEFAULT_PRESET, PRESETS

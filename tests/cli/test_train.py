@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.settings import TrainOptions, resolve
+from infinity.cli.settings import resolve
 from infinity.cli.sizing import minima_of
+from infinity.cli.train_options import TrainOptions
 from tests.cli.command import call, run, train_report
 
 KEYS = {
@@ -140,6 +141,18 @@ def test_same_bits_as_plain_pytorch(
     assert len(baseline["step_seconds"]) == 3
     assert baseline["peak_rss_bytes"] > 0
     assert [list((tmp_path / name).iterdir()) for name in ("a", "b")] == [[], []]
+
+
+def test_micro_batches_train_as_plain_accumulation_does_and_read_no_parameter_twice(tmp_path: Path) -> None:
+    report = train_report(tmp_path, "--precision", "fp32", *STEPS, "--baseline", "--micro-batches", "2")
+    baseline = report["baseline"]
+    assert report["config"]["engine"]["micro_batches"] == report["config"]["training"]["micro_batches"] == 2
+    assert (baseline["parameters_equal"], baseline["losses_equal"]) == (None, None)
+    assert baseline["losses"][0] == pytest.approx(report["losses"][0], rel=1e-6)
+    assert baseline["losses"] == pytest.approx(report["losses"], rel=1e-4)
+    assert baseline["grad_norms"] == report["grad_norms"] == [None] * 3
+    for counted, of_one_batch in zip(report["traffic"]["per_step"], report["expected_traffic"], strict=True):
+        assert {name: counted[name] for name in of_one_batch} == of_one_batch
 
 
 def _tiny() -> tuple[Any, Any]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from infinity.cli import bench, main
+from infinity.cli.bench_options import StepOptions, TierArguments
+from infinity.cli.plan_options import PlanOptions
+from infinity.cli.train_options import TrainOptions
 from infinity.errors import PlacementError, UnsupportedModelError
 from tests.cli.command import ROOT, call, run
 
@@ -21,6 +27,33 @@ def test_help_names_every_command_and_option() -> None:
     assert code == 0
     for option in ("preset", "layers", "data", "precision", "nvme", "baseline", "json", "resume", "durability"):
         assert f"--{option}" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("train", TrainOptions), ("plan", PlanOptions), ("bench tier", TierArguments), ("bench step", StepOptions)],
+)
+def test_every_field_is_an_option_with_help_and_every_command_has_an_example(command: str, options: type) -> None:
+    code, output, _ = call(*command.split(), "--help")
+    assert code == 0
+    assert f"infinity {command} " in output
+    for field in fields(options):
+        if field.name != "paths":
+            assert f"--{field.name.replace('_', '-')}" in output
+    callbacks = [c.callback for app in (main.app, bench.app) for c in app.registered_commands]
+    (chosen,) = [c for c in callbacks if c is not None and c.__name__ == command.split()[-1]]
+    parameters = inspect.signature(chosen).parameters
+    assert list(parameters) == [*(field.name for field in fields(options)), "debug"]
+    assert all(parameter.annotation.__metadata__[0].help for parameter in parameters.values())
+
+
+def test_options_arrive_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TrainOptions] = []
+    monkeypatch.setattr("infinity.cli.train.train", seen.append)
+    assert call("train", "--nvme", "a", "--nvme", "b", "--no-recompute", "--clip", "0.5", "--baseline")[0] == 0
+    assert call("train")[0] == 0
+    nvme = (Path("a"), Path("b"))
+    assert seen == [TrainOptions(nvme=nvme, recompute=False, clip=0.5, baseline=True), TrainOptions()]
 
 
 def test_python_m_infinity_shows_the_version() -> None:

@@ -1,0 +1,140 @@
+"""Gradients of a simulated rank: from the device to the host, to the drives where they do not fit, and to an update."""
+
+from __future__ import annotations
+
+from infinity.config import Schedule
+from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
+from infinity.groups import FlatGroup
+from infinity.observe.stalls import StallCause
+from infinity.optim.hyper import AdamWHyper
+from infinity.optim.pipeline import GroupUpdate
+from infinity.plan.device_memory import DeviceMemory
+from infinity.plan.machinery import Machinery
+from infinity.plan.scenario import Scenario
+from infinity.plan.thread_time import ThreadTime
+from storage.types import Priority, Ticket, TrafficTag
+
+_HYPER = AdamWHyper(1e-3, 0.9, 0.999, 1e-8, 0.0)
+
+
+class GradientFlow:
+    """What the gradient sink of an engine does, as coroutines of the training thread. `step` counts optimizer steps."""
+
+    def __init__(self, scenario: Scenario, machinery: Machinery, device: DeviceMemory, time: ThreadTime) -> None:
+        self._scenario = scenario
+        self._machinery = machinery
+        self._device = device
+        self._time = time
+        self._gradients: dict[int, GroupGradient] = {}
+        self._spills: list[Ticket] = []
+        self._updates: list[GroupUpdate] = []
+        self.step = 0
+
+    async def expect(self, group: FlatGroup) -> None:
+        """A backward is about to make this gradient."""
+        if group.index not in self._device.gradients:
+            self._device.gradients[group.index] = await self._device.allocate(group, gradient_key(group))
+        gradient = self._gradients.get(group.index)
+        transit, nbytes = self._machinery.transit, gradient_nbytes(group)
+        is_away = gradient is not None and gradient.is_spilled and gradient.lease is None
+        if gradient is not None and is_away and transit.free_nbytes >= 2 * nbytes:
+            gradient.reservation = transit.try_reserve(nbytes, gradient_key(group))
+            if gradient.reservation is not None:
+                gradient.lease = self._machinery.pool.lease(nbytes, gradient_key(group))
+                gradient.submit_read_back(self.step, Priority.READ_AHEAD)
+
+    async def harvest(self, group: FlatGroup) -> None:
+        """A backward has made it."""
+        machinery = self._machinery
+        await self._time.spend(self._scenario.speeds.dispatch_s, "engine")
+        gradient = await self._open(group)
+        fence = machinery.completed
+        if self._scenario.speeds.is_async:
+            fence = machinery.download(group)
+            gradient.fences.append(fence)
+        else:
+            await self._time.spend(machinery.gradient_copy_s(group), "download")
+        self._device.retire(group.index, fence)
+        gradient.present[:] = [True] * len(gradient.present)
+        if group.index in self._scenario.placement.spilled_gradients:
+            with self._time.stalled(StallCause.LINK):
+                await fence
+            self._spill(gradient)
+        elif self._scenario.is_overlapped:
+            self._machinery.pipeline.submit([self._make_update(group)])
+
+    async def _open(self, group: FlatGroup) -> GroupGradient:
+        """The group's gradient with host memory for it."""
+        machinery, nbytes = self._machinery, gradient_nbytes(group)
+        gradient = self._gradients.get(group.index)
+        if gradient is None:
+            gradient = self._gradients[group.index] = GroupGradient(group, machinery.store)
+        if gradient.lease is None:
+            is_spilled = group.index in self._scenario.placement.spilled_gradients
+            budget = machinery.transit if is_spilled else machinery.gradients
+            gradient.reservation = budget.request(nbytes, gradient_key(group))
+            await self._time.wait(gradient.reservation, StallCause.GRADIENT_SPACE)
+            gradient.lease = machinery.pool.lease(nbytes, gradient_key(group))
+            if gradient.is_spilled:
+                gradient.submit_read_back(self.step, Priority.DEMAND)
+        await self._time.wait(gradient.arrival, StallCause.GRADIENT_READ)
+        return gradient
+
+    def _spill(self, gradient: GroupGradient) -> None:
+        lease, reservation = gradient.lease, gradient.reservation
+        if lease is None:
+            return
+        key = gradient_key(gradient.group)
+        ticket = self._machinery.store.submit_write(key, lease.memory, tag=TrafficTag("grad", self.step))
+        gradient.lease = gradient.reservation = None
+        gradient.is_spilled = True
+        gradient.fences.clear()
+
+        def landed(_: Ticket) -> None:
+            lease.release()
+            if reservation is not None:
+                reservation.release()
+
+        ticket.add_done_callback(landed)
+        self._spills.append(ticket)
+
+    def _make_update(self, group: FlatGroup) -> GroupUpdate:
+        machinery = self._machinery
+        slots = len(group.layout.slots)
+        update = GroupUpdate(
+            state=machinery.states[group.index],
+            copy=machinery.copies[group.index],
+            gradient=self._gradients.pop(group.index),
+            hypers=[_HYPER] * slots,
+            steps=[self.step + 1] * slots,
+            grad_scales=[None] * slots,
+            step=self.step,
+            computed=Ticket(f"update of {group.key}"),
+            written=Ticket(f"write-back of {group.key}"),
+        )
+        update.copy.update = update.computed
+        self._updates.append(update)
+        return update
+
+    async def optimizer_step(self) -> None:
+        """Hand all gradients to updates and wait for those that `step()` waits for."""
+        machinery = self._machinery
+        later: list[GroupUpdate] = []
+        if not self._scenario.is_overlapped:
+            for ticket in self._spills:
+                await self._time.wait(ticket, StallCause.NVME_WRITE)
+            self._spills.clear()
+            updates = [self._make_update(self._scenario.groups[index]) for index in sorted(self._gradients)]
+            later = [update for update in updates if self._is_deferred(update)]
+            machinery.pipeline.submit([update for update in updates if update not in later])
+            machinery.pipeline.defer(later)
+        self.step += 1
+        machinery.read_ahead.step_submitted(self.step)
+        for update in self._updates:
+            if update not in later:
+                await self._time.wait(update.computed, StallCause.OPTIMIZER)
+        self._updates = [update for update in self._updates if not update.written.done]
+
+    def _is_deferred(self, update: GroupUpdate) -> bool:
+        is_resident = update.state.group.index in self._machinery.resident
+        return self._scenario.placement.schedule is Schedule.DEFERRED and not is_resident
