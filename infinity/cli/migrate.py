@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from infinity.cli.failures import reported
+from infinity.cli.options import JsonFile, takes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,36 +25,41 @@ _STYLES = {
 }
 
 
-def migrate(
-    settings: Annotated[Path, typer.Argument(help="DeepSpeed's JSON file.", show_default=False)],
+@dataclass(frozen=True, slots=True)
+class MigrateOptions:
+    """The options as typed."""
+
+    settings: Annotated[Path, typer.Argument(help="DeepSpeed's JSON file.", show_default=False)]
     write: Annotated[
         Path | None, typer.Option(help="Write the settings to this .json file, for `infinity train --config`.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the whole report to this file.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
-) -> None:
+    ] = None
+    json: JsonFile = None
+
+
+@takes(MigrateOptions)
+def migrate(options: MigrateOptions) -> None:
     """Translate a DeepSpeed configuration: every setting of it, what it becomes, and the lines for the loop.
 
     \b
     infinity migrate ds_config.json
     infinity migrate ds_config.json --write infinity.json
     """
-    with reported(debug=debug):
-        import json as json_format
+    import json
 
-        from infinity.cli.console import make_console
-        from infinity.errors import ConfigError
-        from infinity.migration.deepspeed import read_deepspeed
+    from infinity.cli.console import make_console
+    from infinity.cli.files import check_files, write_json, write_text
+    from infinity.errors import ConfigError
+    from infinity.migration.deepspeed import read_deepspeed
 
-        if write is not None and write.suffix.lower() != ".json":
-            raise ConfigError(f"--write {write}: settings are written as JSON; give a name that ends in .json")
-        migration = read_deepspeed(settings)
-        make_console().print(_show(migration))
-        report = migration.as_dict()
-        if write is not None:
-            write.write_text(json_format.dumps(report["config"], indent=2) + "\n", encoding="utf-8")
-        if json is not None:
-            json.write_text(json_format.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if options.write is not None and options.write.suffix.lower() != ".json":
+        raise ConfigError(f"--write {options.write}: settings are written as JSON; give a name that ends in .json")
+    check_files(write=options.write, json=options.json)
+    migration = read_deepspeed(options.settings)
+    make_console().print(_show(migration))
+    report = migration.as_dict()
+    if options.write is not None:
+        write_text("--write", options.write, json.dumps(report["config"], indent=2) + "\n")
+    write_json(options.json, report)
 
 
 def _show(migration: Migration) -> RenderableType:
