@@ -74,6 +74,7 @@ class IoEngine(StrEnum):
 
     AUTO = "auto"  # direct where the directory can do it
     DIRECT = "direct"
+    AIO = "aio"  # one thread and the kernel's asynchronous transfers: for many small shards
     BUFFERED = "buffered"
     GDS = "gds"  # tried, and refused with the reason
 

@@ -21,6 +21,9 @@ WrapBackend = Callable[[Backend], Backend]
 
 DEFAULT_BLOCK_NBYTES = 4 << 20
 DEFAULT_THREADS = 4
+# As many bytes at the drive, in more parts: there is no thread for each of them.
+DEFAULT_AIO_BLOCK_NBYTES = 1 << 20
+DEFAULT_AIO_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,9 @@ class StorageOptions:
     """How a store does its I/O.
 
     Attributes:
-        engine: "auto" probes every directory; "direct" and "buffered" insist.
-        block_nbytes: size of one system call, a multiple of 4096; None: as calibrated, else 4 MiB.
-        threads: blocks at each drive at the same time; None: as calibrated, else 4.
+        engine: "auto" probes every directory; "direct", "aio" and "buffered" insist.
+        block_nbytes: size of one system call, a multiple of 4096; None: as calibrated, else 4 MiB ("aio": 1 MiB).
+        threads: blocks at each drive at the same time; None: as calibrated, else 4 ("aio", which has one thread: 16).
         calibrate: "cached" uses what was measured of a drive before, "missing" also measures a drive that never was
             (a second or two), "off" uses neither. A setting that is given stands, with the default for the other one.
         free_margin_nbytes: bytes to leave free on every file system.
@@ -106,7 +109,7 @@ def open_drive(
         file = SwapFile(
             folder.path / f"rank{rank}.swap",
             nbytes,
-            direct=engine is Engine.DIRECT,
+            direct=engine.opens_direct,
             free_margin_nbytes=options.free_margin_nbytes,
         )
     except OSError as error:
@@ -159,11 +162,12 @@ class Tuning:
 
 def choose_tuning(folder: Path, engine: Engine, options: StorageOptions) -> Tuning:
     """What is set, else what was measured of the drive, else the defaults."""
-    if options.block_nbytes is not None or options.threads is not None:
-        block_nbytes, threads = options.block_nbytes or DEFAULT_BLOCK_NBYTES, options.threads or DEFAULT_THREADS
-        return Tuning(block_nbytes, threads, f"blocks of {block_nbytes} bytes on {threads} threads (set)")
-    found = find_calibration(folder, engine.value, Calibrate(options.calibrate))
+    is_set = options.block_nbytes is not None or options.threads is not None
+    found = None if is_set else find_calibration(folder, engine.value, Calibrate(options.calibrate))
     if found is not None:
         return Tuning(found.block_nbytes, found.threads, found.reason)
-    reason = f"blocks of {DEFAULT_BLOCK_NBYTES} bytes on {DEFAULT_THREADS} threads (default)"
-    return Tuning(DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS, reason)
+    is_aio = engine is Engine.AIO
+    block_nbytes = options.block_nbytes or (DEFAULT_AIO_BLOCK_NBYTES if is_aio else DEFAULT_BLOCK_NBYTES)
+    threads = options.threads or (DEFAULT_AIO_DEPTH if is_aio else DEFAULT_THREADS)
+    many = f"{threads} at a time" if is_aio else f"on {threads} threads"
+    return Tuning(block_nbytes, threads, f"blocks of {block_nbytes} bytes {many} ({'set' if is_set else 'default'})")

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from storage.align import PAGE_NBYTES, align_down
-from storage.backends.probe import Engine, choose_engine
+from storage.backends.probe import choose_engine
 from storage.cleanup import is_running
 from storage.drives import Drive, StorageOptions, WrapBackend, start_backend
 from storage.errors import IntegrityError, SwapInUseError
@@ -173,7 +173,7 @@ def open_durable_drive(
     file = DurableFile(
         folder.path / name,
         nbytes,
-        direct=engine is Engine.DIRECT,
+        direct=engine.opens_direct,
         free_margin_nbytes=options.free_margin_nbytes,
         used=used,
     )

@@ -20,12 +20,16 @@ class Priority(IntEnum):
     READ_AHEAD = 1
     WRITE = 2
 
+    __hash__ = int.__hash__  # as a key of dicts, several times per transfer: that of enums is a function in Python
+
 
 class Op(StrEnum):
     """Direction of a transfer."""
 
     READ = "read"
     WRITE = "write"
+
+    __hash__ = str.__hash__
 
 
 @dataclass(frozen=True, slots=True)

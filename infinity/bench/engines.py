@@ -12,10 +12,12 @@ from typing import Any
 import aiofiles
 
 from infinity.errors import ConfigError
+from storage.backends.aio import AioBackend
 from storage.backends.base import Backend
 from storage.backends.buffered import BufferedBackend
 from storage.backends.cost import IoCost
 from storage.backends.direct import DirectBackend
+from storage.backends.kernel_aio import why_not
 from storage.errors import ClosedError, ShortIoError
 from storage.types import IoRequest, Op
 
@@ -26,25 +28,28 @@ class BenchEngine(StrEnum):
     """What moves the bytes."""
 
     DIRECT = "direct"
+    AIO = "aio"
     BUFFERED = "buffered"
     AIOFILES = "aiofiles"
 
     @property
     def is_cached(self) -> bool:
         """Whether bytes go through the page cache."""
-        return self is not BenchEngine.DIRECT
+        return self not in (BenchEngine.DIRECT, BenchEngine.AIO)
 
 
 def parse_engines(text: str) -> tuple[BenchEngine, ...]:
     """Engines from a list with commas.
 
     Raises:
-        ConfigError: there is no such engine.
+        ConfigError: there is no such engine, or not on this machine.
     """
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     wrong = [name for name in names if name not in list(BenchEngine)]
     if wrong or not names:
         raise ConfigError(f"--engines {text!r}: unknown {wrong or 'list'}; allowed: {', '.join(BenchEngine)}")
+    if BenchEngine.AIO in names and (problem := why_not()) is not None:
+        raise ConfigError(f"--engines aio: {problem}")
     return tuple(dict.fromkeys(BenchEngine(name) for name in names))
 
 
@@ -53,6 +58,8 @@ def make_engine(engine: BenchEngine, *, depth: int, block_nbytes: int) -> Backen
     match engine:
         case BenchEngine.DIRECT:
             return DirectBackend(threads=depth, block_nbytes=block_nbytes)
+        case BenchEngine.AIO:
+            return AioBackend(depth=depth, block_nbytes=block_nbytes)
         case BenchEngine.BUFFERED:
             return BufferedBackend(threads=depth, block_nbytes=block_nbytes)
         case BenchEngine.AIOFILES:

@@ -98,7 +98,7 @@ def _measure_profiles(options: TierOptions, targets: list[Target], result: Bench
             used = _usable(engine, group)
             if used is None:
                 result.notes.append(
-                    f"engine direct was not measured on {' + '.join(str(t.directory) for t in group)}: "
+                    f"engine {engine} was not measured on {' + '.join(str(t.directory) for t in group)}: "
                     "no direct I/O there; buffered was, instead"
                 )
                 used = BenchEngine.BUFFERED
@@ -116,7 +116,7 @@ def _measure_profiles(options: TierOptions, targets: list[Target], result: Bench
 
 def _usable(engine: BenchEngine, targets: list[Target]) -> BenchEngine | None:
     has_direct = all(target.direct_problem is None for target in targets)
-    return engine if has_direct or engine is not BenchEngine.DIRECT else None
+    return engine if has_direct or engine.is_cached else None
 
 
 def _compare(options: TierOptions, targets: list[Target], result: BenchResult, progress: Progress) -> None:

@@ -34,7 +34,7 @@ class TierArguments:
     ] = ()
     engines: Annotated[
         str,
-        typer.Option(help="Of direct, buffered, aiofiles; such as direct,aiofiles.", rich_help_panel=_WHAT),
+        typer.Option(help="Of direct, aio, buffered, aiofiles; such as direct,aiofiles.", rich_help_panel=_WHAT),
     ] = "direct"
     compare_fio: Annotated[
         bool,

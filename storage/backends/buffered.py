@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +17,10 @@ from typing import Any
 import aiofiles
 
 from storage.backends.cost import IoCost
-from storage.backends.queue import BlockQueue
+from storage.backends.queue import BlockQueue, shut_down
 from storage.backends.system import io_error, short_error, without_frames
 from storage.errors import IoError
 from storage.types import IoRequest, Op
-
-_log = logging.getLogger(__name__)
 
 
 class BufferedBackend:
@@ -85,19 +82,14 @@ class BufferedBackend:
         return self._queue.requests()
 
     def close(self) -> None:
-        for transfer in self._queue.close():
-            transfer.complete()
+        # Where a completion's callback closes, what is in service ends, in files of its own, when the loop goes on.
+        shut_down(self._queue, [self._thread], self._close_timeout_s, self._begin_stop)
+
+    def _begin_stop(self) -> None:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self._loop.call_soon_threadsafe(self._stop)
-        if self._thread is threading.current_thread():
-            # A completion's callback closes: what is in service ends, in files of its own, when the loop goes on.
-            return
-        self._thread.join(self._close_timeout_s)
-        for transfer in self._queue.abandon() if self._thread.is_alive() else []:
-            _log.error("%s of %s never ended", transfer.request.op.value, transfer.request.key)
-            transfer.complete()
 
     def _stop(self) -> None:
         self._is_closing = True

@@ -11,10 +11,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from storage.align import PAGE_NBYTES
+from storage.backends.aio import AioBackend
 from storage.backends.base import Backend
 from storage.backends.buffered import BufferedBackend
 from storage.backends.direct import DirectBackend
 from storage.backends.gds import gds_refusal
+from storage.backends.kernel_aio import why_not
 from storage.errors import StorageError
 from storage.filesystems import FileSystem, find_file_system, stop_copying
 from storage.statx import direct_alignment
@@ -30,7 +32,13 @@ class Engine(StrEnum):
     AUTO = "auto"
     DIRECT = "direct"
     BUFFERED = "buffered"
+    AIO = "aio"
     GDS = "gds"  # tried, and refused with the reason: see `storage.backends.gds`
+
+    @property
+    def opens_direct(self) -> bool:
+        """Whether its files are opened with O_DIRECT."""
+        return self in (Engine.DIRECT, Engine.AIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +132,10 @@ def _try_page(fd: int) -> str | None:
 
 
 def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
-    """DIRECT or BUFFERED for the files of a folder of ours, and why. What its file system means is logged, once.
+    """DIRECT, AIO or BUFFERED for the files of a folder of ours, and why. What its file system means is logged, once.
 
     Raises:
-        StorageError: `wanted` insists on "direct" and the folder cannot do it, or on "gds".
+        StorageError: `wanted` insists on "direct" or "aio" and the folder or the kernel cannot do it, or on "gds".
     """
     if wanted == Engine.GDS:
         raise gds_refusal(folder)
@@ -137,10 +145,12 @@ def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
     problem = capabilities.direct_problem
     if wanted == Engine.BUFFERED:
         return Engine.BUFFERED, "asked for"
-    if wanted == Engine.DIRECT:
+    if wanted in (Engine.DIRECT, Engine.AIO):
         if problem is not None:
-            raise StorageError(f"engine 'direct' was asked for, but in {folder} {problem}. Use 'auto' or 'buffered'")
-        return Engine.DIRECT, "asked for, and O_DIRECT works here"
+            raise StorageError(f"engine '{wanted}' was asked for, but in {folder} {problem}. Use 'auto' or 'buffered'")
+        if wanted == Engine.AIO and (refusal := why_not()) is not None:
+            raise StorageError(f"engine 'aio' was asked for, but {refusal}. Use 'auto' or 'direct'")
+        return Engine(wanted), "asked for, and O_DIRECT works here"
     if problem is None and capabilities.buffered_reason is None:
         return Engine.DIRECT, "O_DIRECT works here"
     return Engine.BUFFERED, problem or capabilities.buffered_reason or ""
@@ -154,7 +164,11 @@ def make_backend(
     eio_retries: int = 0,
     write_memory_nbytes: int | None = None,
 ) -> Backend:
-    """A backend of a chosen kind."""
+    """A backend of a chosen kind, with `threads` blocks at the drive at a time."""
+    if engine is Engine.AIO:
+        return AioBackend(
+            depth=threads, block_nbytes=block_nbytes, eio_retries=eio_retries, write_memory_nbytes=write_memory_nbytes
+        )
     kind = DirectBackend if engine is Engine.DIRECT else BufferedBackend
     return kind(
         threads=threads, block_nbytes=block_nbytes, eio_retries=eio_retries, write_memory_nbytes=write_memory_nbytes

@@ -11,11 +11,16 @@ waking another, and the worker that went to sleep last is woken first.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from storage.errors import ClosedError
 from storage.types import IoRequest, Op, Priority
+
+_log = logging.getLogger(__name__)
 
 # With both waiting, one block in so many is a write: a steady stream of reads must not hold writes up for ever. How
 # many depends on the share of their memory that writes hold: nobody needs it, or somebody will soon wait for it.
@@ -157,6 +162,14 @@ class BlockQueue:
         with self._lock:
             return self._next_block()
 
+    def take_many(self, most: int) -> list[Block]:
+        """Up to so many blocks, as far as there are any now."""
+        blocks: list[Block] = []
+        with self._lock:
+            while len(blocks) < most and (block := self._next_block()) is not None:
+                blocks.append(block)
+        return blocks
+
     def block_done(self, transfer: Transfer, error: BaseException | None, seat: Seat | None = None) -> bool:
         """A block has ended; whether the whole transfer has, whose ticket is then the caller's to complete.
 
@@ -164,18 +177,15 @@ class BlockQueue:
             seat: of the worker that served it, and that takes a block next.
         """
         with self._lock:
-            transfer.blocks_out -= 1
-            if error is not None and transfer.error is None:
-                if not transfer.is_handed_out:
-                    self._waiting[transfer.priority].remove(transfer)
-                transfer.error = error
-            is_over = transfer.is_handed_out and transfer.blocks_out == 0
-            if is_over:
-                self._served.discard(transfer)
-                self._let_go(transfer)
-                if seat is not None:
-                    seat.comes_back = True
+            is_over = self._block_done(transfer, error)
+            if is_over and seat is not None:
+                seat.comes_back = True
             return is_over
+
+    def blocks_done(self, done: Sequence[tuple[Transfer, BaseException | None]]) -> list[Transfer]:
+        """Several blocks have ended; the transfers that have with them, whose tickets are the caller's to complete."""
+        with self._lock:
+            return [transfer for transfer, error in done if self._block_done(transfer, error)]
 
     def requests(self) -> list[IoRequest]:
         """What was put and has not ended."""
@@ -220,6 +230,18 @@ class BlockQueue:
         for _ in range(min(blocks, len(self._idle))):
             self._idle.pop().wake.release()
 
+    def _block_done(self, transfer: Transfer, error: BaseException | None) -> bool:
+        transfer.blocks_out -= 1
+        if error is not None and transfer.error is None:
+            if not transfer.is_handed_out:
+                self._waiting[transfer.priority].remove(transfer)
+            transfer.error = error
+        is_over = transfer.is_handed_out and transfer.blocks_out == 0
+        if is_over:
+            self._served.discard(transfer)
+            self._let_go(transfer)
+        return is_over
+
     def _let_go(self, transfer: Transfer) -> None:
         if transfer.request.op is Op.WRITE:
             self._held_by_writes_nbytes -= len(transfer.request.memory)
@@ -252,3 +274,24 @@ class BlockQueue:
         if not is_demand:
             return read_aheads_per_write(pressure)
         return _DEMANDS_PER_WRITE_UNDER_PRESSURE if (pressure or 0.0) >= _PRESSURE else _DEMANDS_PER_WRITE
+
+
+def shut_down(
+    queue: BlockQueue, threads: Sequence[threading.Thread], timeout_s: float, wake: Callable[[], None] = lambda: None
+) -> None:
+    """Close a queue and wait for the threads that serve it; what they do not answer for in time fails.
+
+    Args:
+        wake: called when the queue is closed, for threads that wait for something else than the queue.
+    """
+    for transfer in queue.close():
+        transfer.complete()
+    wake()
+    deadline_s = time.monotonic() + timeout_s
+    # A completion's callback may close: then one of the threads is this one, and has nothing in service.
+    others = [thread for thread in threads if thread is not threading.current_thread()]
+    for thread in others:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    for transfer in queue.abandon() if any(thread.is_alive() for thread in others) else []:
+        _log.error("%s of %s never ended", transfer.request.op.value, transfer.request.key)
+        transfer.complete()

@@ -33,7 +33,7 @@ def test_shows_figures_and_writes_what_was_asked_for(tmp_path: Path) -> None:
 
 def test_engines_are_compared(tmp_path: Path) -> None:
     code, output, error = call(
-        "bench", "tier", tmp_path, "--profile", "seq1m", "--engines", "buffered,aiofiles", *SMALL
+        "bench", "tier", tmp_path, "--profile", "seq1m", "--engines", "buffered,aiofiles,aio", *SMALL
     )
     assert code == 0, error
     assert "buffered" in output
@@ -52,7 +52,7 @@ def test_sustained_says_before_what_it_will_write(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--profile", "seq9m"), "allowed: SEQ1M Q8T1"),
-        (("--engines", "uring"), "allowed: direct, buffered, aiofiles"),
+        (("--engines", "uring"), "allowed: direct, aio, buffered, aiofiles"),
         (("--size", "1G"), "1GiB"),
         (("--sustained", "0"), "more than nothing"),
         (("--block", "1000"), "multiples of 4096"),

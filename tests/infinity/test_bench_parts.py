@@ -83,7 +83,7 @@ def test_file_too_small_for_the_queue_says_how_large_it_must_be() -> None:
 def test_engines_are_parsed_once_each() -> None:
     assert parse_engines("direct, aiofiles,direct") == (BenchEngine.DIRECT, BenchEngine.AIOFILES)
     for wrong in ("", "direct,uring"):
-        with pytest.raises(ConfigError, match="allowed: direct, buffered, aiofiles"):
+        with pytest.raises(ConfigError, match="allowed: direct, aio, buffered, aiofiles"):
             parse_engines(wrong)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from storage.backends.base import Backend
 from storage.backends.faulty import FaultyBackend
+from storage.backends.kernel_aio import why_not
 from storage.backends.probe import probe_direct
 from storage.backends.throttled import Throttle, ThrottledBackend
 from storage.pool import HostPool
@@ -20,7 +21,7 @@ from tests.storage.helpers import PAGE, StepClock
 
 MakeStore = Callable[..., ShardStore]
 
-_KINDS = ("direct", "buffered", "faulty", "throttled")
+_KINDS = ("direct", "aio", "buffered", "faulty", "throttled")
 _SMALL = {"block_nbytes": 16 * PAGE, "threads": 3, "free_margin_nbytes": 0}
 
 
@@ -54,8 +55,10 @@ def can_direct(tmp_path: Path) -> None:
 @pytest.fixture(params=_KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """A backend by name."""
-    if request.param == "direct":
+    if request.param in ("direct", "aio"):
         request.getfixturevalue("can_direct")
+    if request.param == "aio" and (problem := why_not()):
+        pytest.skip(f"no asynchronous transfers: {problem}")
     return str(request.param)
 
 
@@ -65,7 +68,7 @@ def open_store(tmp_path: Path) -> Iterator[MakeStore]:
     stores: list[ShardStore] = []
 
     def make(kind: str = "auto", *, drives: int = 1, capacity_nbytes: int = 64 * PAGE, **more: Any) -> ShardStore:
-        engine = kind if kind in ("direct", "buffered") else "auto"
+        engine = kind if kind in ("direct", "aio", "buffered") else "auto"
         options = StorageOptions(engine=engine, **_SMALL | more.pop("options", {}))
         paths = [tmp_path / f"drive{number}" for number in range(drives)]
         more.setdefault("wrap_backend", _wrap(kind))

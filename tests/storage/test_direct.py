@@ -146,8 +146,9 @@ def test_cpu_time_is_told_by_what_it_was_spent_on(fd: int) -> None:
         while time.thread_time() - began_s < 0.01:
             continue
 
-    backend = DirectBackend(threads=1, block_nbytes=PAGE)
-    read = request(Op.READ, _memory(4), fd=fd)
+    backend = DirectBackend(threads=1, block_nbytes=16 * PAGE)
+    os.truncate(fd, 64 * PAGE)
+    read = request(Op.READ, _memory(64), fd=fd)
     read.check = compute
     backend.submit(read)
     finish(read.ticket)
@@ -159,6 +160,25 @@ def test_cpu_time_is_told_by_what_it_was_spent_on(fd: int) -> None:
     assert 0 < cost.system_s < cost.check_s
     assert cost.python_s_per_operation == cost.python_s / 4
     assert (cost - cost).operations == 0
+
+
+def test_of_small_blocks_one_in_some_stands_for_the_others(fd: int) -> None:
+    checked: list[tuple[int, int]] = []
+
+    def compute(start: int, stop: int) -> None:
+        checked.append((start, stop))
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < 0.001:
+            continue
+
+    backend = DirectBackend(threads=1, block_nbytes=PAGE)
+    read = request(Op.READ, _memory(16), fd=fd)
+    read.check = compute
+    backend.submit(read)
+    finish(read.ticket)
+    backend.close()
+    assert len(checked) == backend.cost.operations == 16
+    assert backend.cost.check_s >= 0.016
 
 
 def test_what_somebody_begins_to_wait_for_goes_first(fd: int) -> None:

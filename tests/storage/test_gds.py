@@ -67,9 +67,7 @@ def test_where_it_works_the_refusal_says_what_it_cannot_do(tmp_path: Path, cufil
     assert list(folder.iterdir()) == []
 
 
-def test_every_part_that_is_missing_has_a_line(
-    tmp_path: Path, cufile: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_part_that_is_missing_has_a_line(tmp_path: Path, cufile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, *args: object) -> None:
         raise RuntimeError("cuFileHandleRegister failed: 5027\nand more")
 
