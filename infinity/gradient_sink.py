@@ -145,7 +145,7 @@ class GradientSink:
                 gradient.peaks[slot] = [_peak(gradient.slot_view(slot))]
         lease, reservation = gradient.lease, gradient.reservation
         size = GRAD_DTYPE.itemsize
-        ticket = self._store.submit_write(
+        written = self._store.submit_write(
             gradient_key(group),
             lease.memory,
             tag=TrafficTag("grad", self.step),
@@ -153,14 +153,21 @@ class GradientSink:
         )
         gradient.lease = gradient.reservation = None
         gradient.is_spilled = True
-        self._writes.append(ticket)
+        # Whoever waits for memory looks whether a write is under way. One whose bytes have landed still is, until it
+        # has given its memory back.
+        landed = Ticket(written.label)
+        self._writes.append(landed)
 
-        def landed(_: Ticket) -> None:
+        def land(_: Ticket) -> None:
             lease.release()
             if reservation is not None:
                 reservation.release()
+            if written.exception is None:
+                landed.set_done()
+            else:
+                landed.set_exception(written.exception)
 
-        ticket.add_done_callback(landed)
+        written.add_done_callback(land)
 
     def end_backward(self) -> None:
         """No backward is running any more: reserved device memory that no gradient came for goes back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from infinity.gradients import gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.released import Access, fresh_grad, set_fresh_grad
+from infinity.shard_io import ShardIo
 from infinity.units import Owned
 from storage.budget import TierBudget
 from storage.pool import HostPool
@@ -47,7 +48,9 @@ NBYTES = gradient_nbytes(_group(0))
 class Bench:
     """A sink without an engine around it; `updating` says whether an update is under way."""
 
-    def __init__(self, held_nbytes: int) -> None:
+    def __init__(
+        self, held_nbytes: int, *, store: ShardIo | None = None, transit_nbytes: int = 0, n_spilled: int = 0
+    ) -> None:
         self.pool = HostPool(1 << 20)
         self.held = TierBudget("held", held_nbytes)
         self.device = CpuDevice(1 << 20)
@@ -60,15 +63,19 @@ class Bench:
         self.sink = GradientSink(
             device=self.device,
             pool=self.pool,
-            store=None,
+            store=store,
             held=self.held,
-            transit=TierBudget("transit", 0),
-            spilled=frozenset(),
-            updates_in_flight=lambda: self.updating,
+            transit=TierBudget("transit", transit_nbytes),
+            spilled=frozenset(range(n_spilled)),
+            updates_in_flight=self._updates_in_flight,
             blocks=blocks,
             stalls=self.stalls,
         )
+        self.on_look: Callable[[], None] = lambda: None
 
+    def _updates_in_flight(self) -> bool:
+        self.on_look()
+        return self.updating
 
     def _free_ahead(self) -> bool:
         block, self.ahead = self.ahead, None
@@ -199,6 +206,50 @@ def test_the_last_update_ends_without_giving_memory_back(bench: Bench) -> None:
     _give(groups[2], 1.0)
     with pytest.raises(infinity.PlacementError, match="schedule='synchronous'"):
         bench.sink.harvest(groups[2])
+
+
+class _SlowToTell:
+    """A store whose write is over for a while before everybody who watches it has been told."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.tickets: list[Ticket] = []
+
+    def submit_read(self, key: str, *args: object, **kwargs: object) -> Ticket:
+        raise AssertionError(f"{key} is read")
+
+    def submit_write(self, key: str, *args: object, **kwargs: object) -> Ticket:
+        self.tickets.append(Ticket(key))
+        self.tickets[-1].add_done_callback(lambda _: self.goes_on.wait(20))
+        return self.tickets[-1]
+
+
+def test_a_write_is_under_way_until_its_memory_is_back() -> None:
+    """A gradient that waits for the memory of a spilled one sees its write end before the memory is given back."""
+    store = _SlowToTell()
+    bench = Bench(0, store=store, transit_nbytes=NBYTES, n_spilled=2)
+    first, second = _group(0), _group(1)
+    _give(first, 1.0)
+    bench.sink.harvest(first)
+    bench.sink.settle(first)
+    worker = threading.Thread(target=store.tickets[0].set_done)
+    worker.start()
+    assert store.tickets[0].wait(20)
+    looks: list[None] = []
+
+    def look() -> None:
+        looks.append(None)
+        if len(looks) > 1:
+            store.goes_on.set()
+
+    bench.on_look = look
+    _give(second, 2.0)
+    assert bench.sink.harvest(second)
+    worker.join()
+    bench.sink.check_writes()
+    bench.sink.close()
+    assert bench.pool.leased_nbytes == 0
+    bench.pool.close()
 
 
 def test_settling_is_waiting_without_the_error() -> None:
