@@ -125,7 +125,9 @@ class _Prediction:
         self._left: int | None = None  # the position before a jump forward, until the next access confirms the jump
         self._recent: list[Trace] = []  # the last iterations, latest first, equal ones too
         self._is_joined = False  # whether the prediction is made of several iterations
-        self._mirrors = has_backward  # whether the last backward used what its forward had, the other way round
+        forward = _forward_of(guess)
+        # Whether the last backward used what its forward had, the other way round.
+        self._mirrors = has_backward and guess[len(forward) :] == _mirror(forward)
         self._shortened: Trace = ()  # the last iteration, when it was a strict prefix of the prediction
 
     def begin(self) -> None:

@@ -47,6 +47,13 @@ def test_guess_is_module_order_and_back() -> None:
     assert order.upcoming() == (tuple(forward(2, 0, 1)), 0)
 
 
+def test_a_backward_that_is_no_mirror_is_predicted_from_the_first() -> None:
+    """A unit around others begins its backward before them: the guess says so, and the first backward keeps to it."""
+    order = AccessOrder(range(4), [3, 1, 2, 0])
+    for _ in range(3):
+        assert all(run(order, forward(0, 1, 2, 3) + backward(3, 1, 2, 0)))
+
+
 def test_plain_iterations_are_predicted_from_the_first() -> None:
     order = AccessOrder(range(4))
     for _ in range(3):

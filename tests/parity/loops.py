@@ -153,7 +153,8 @@ def assert_parity(
 ) -> infinity.Engine:
     """The loop gives the same bits through an engine with these settings, and moves the bytes it should.
 
-    A model whose backward does not run in reverse module order is mispredicted once: its first step may read more.
+    A model whose backward runs in an unexpected order is mispredicted once: its first step may read more, and the
+    second one find some of that in memory.
     """
     plain = train_plain(loop)
     ours, engine = train_offloaded(

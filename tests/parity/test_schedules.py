@@ -32,7 +32,8 @@ REGULAR: dict[str, Callable[[], nn.Module]] = {
     "tied": partial(Net, tied=True),
     "tied recomputed": partial(Net, tied=True, checkpointing="re"),
 }
-LEARNED = ("one region", "nested regions", "nested units")  # the order of their backward is known after one step
+# The order of their backward is known after one step, in which something may be read that the next one finds there.
+LEARNED = ("one region", "nested regions")
 IRREGULAR: dict[str, Callable[[], nn.Module]] = {
     "repeated": partial(Net, repeat=3),
     "repeated recomputed": partial(Net, repeat=2, checkpointing="nr"),
@@ -47,7 +48,7 @@ IRREGULAR: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", REGULAR)
 def test_regular(offload: MakeEngine, schedule: str, model: str) -> None:
-    from_step = 1 if model in LEARNED else 0
+    from_step = 2 if model in LEARNED else 0
     assert_parity(Loop(REGULAR[model]), offload, schedule=schedule, traffic_from_step=from_step)
 
 
