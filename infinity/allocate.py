@@ -11,11 +11,10 @@ from functools import partial
 from torch import nn
 
 from infinity.collectives import Collectives
-from infinity.config import Calibrate, Config, Precision, Schedule
+from infinity.config import Config, Precision, Schedule
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import Device
 from infinity.durable.committer import Committer
-from infinity.errors import ConfigError
 from infinity.gather import Gatherer
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
@@ -38,11 +37,10 @@ from infinity.released import Access
 from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
-from storage.backends.recording import IoLog
+from infinity.swap_files import open_log, speeds_to_start_with, storage_options
 from storage.budget import TierBudget
-from storage.calibration_cache import speeds_of
 from storage.pool import HostPool
-from storage.store import ShardStore, StorageOptions
+from storage.store import ShardStore
 from storage.versioned import VersionedStore
 
 
@@ -267,19 +265,12 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
     nvme, placement = plan.config.nvme, plan.placement
     if not placement.nvme_nbytes:
         return None
-    paths = stack.enter_context(swap_directories(nvme.paths, rank=_rank_of(plan)))
-    log = _open_log(plan, stack)
-    options = StorageOptions(
-        engine=nvme.engine.value,
-        block_nbytes=nvme.block_nbytes,
-        threads=nvme.threads,
-        calibrate=nvme.calibrate.value,
-        checksum=nvme.checksum.value,
-        eio_retries=nvme.eio_retries,
-        write_memory_nbytes=max(placement.pipeline_nbytes // len(paths), 1),
-        files_nbytes=plan.nvme_budget_nbytes,
-    )
-    speeds = speeds_of(paths) if len(paths) > 1 and nvme.calibrate is not Calibrate.OFF else None
+    rank = _rank_of(plan)
+    paths = stack.enter_context(swap_directories(nvme.paths, rank=rank))
+    log = open_log(nvme, rank, stack)
+    write_memory_nbytes = placement.pipeline_nbytes // len(paths)
+    options = storage_options(nvme, write_memory_nbytes=write_memory_nbytes, files_nbytes=plan.nvme_budget_nbytes)
+    speeds = speeds_to_start_with(nvme, paths)
     if placement.is_durable:
         open_versioned = VersionedStore.open if log is None else partial(VersionedStore.open, wrap_backend=log.wrap)
         versioned = open_versioned(paths, placement.nvme_nbytes, options=options, speeds=speeds)
@@ -297,21 +288,6 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         if group.index in placement.spilled_gradients:
             store.create(gradient_key(group), gradient_nbytes(group))
     return store
-
-
-def _open_log(plan: Blueprint, stack: ExitStack) -> IoLog | None:
-    """The record of all transfers, if one is asked for; with several ranks each has its own."""
-    path, rank = plan.config.nvme.io_log, _rank_of(plan)
-    if path is None:
-        return None
-    if rank is not None:
-        path = path.with_name(f"{path.name}.rank{rank}")
-    try:
-        log = IoLog(path)
-    except OSError as error:
-        raise ConfigError(f"nvme.io_log = {path}: cannot be written: {error.strerror or error}") from error
-    stack.callback(log.close)
-    return log
 
 
 def _rank_of(plan: Blueprint) -> int | None:

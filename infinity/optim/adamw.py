@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.config import OptimizerKind
+from infinity.config import Config, OptimizerKind
 from infinity.optim.base import OffloadedOptimizer, Params, refuse_betas, refuse_outside
 from infinity.optim.hyper import AdamWHyper
 
@@ -36,9 +36,11 @@ class AdamW(_AdamLike):
     """AdamW over the parameters of an offloaded model; bit for bit `torch.optim.AdamW(fused=True)` in fp32.
 
     Args:
-        params: parameters of one offloaded model, or parameter groups of them.
+        params: parameters of one offloaded model, or parameter groups of them; with `config`, any others.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.AdamW`.
         max_grad_norm: clip the total gradient norm in every step, exactly as `torch.nn.utils.clip_grad_norm_`.
+        config: for parameters that are not offloaded (plain ones, or DTensors of `fully_shard`): `host` and `nvme` of
+            it say where their optimizer state lies. See `close()`.
 
     Raises:
         ConfigError: a value out of range, a parameter that is not offloaded, or a schedule that cannot clip.
@@ -56,18 +58,21 @@ class AdamW(_AdamLike):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        config: Config | None = None,
     ) -> None:
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings, max_grad_norm)
+        super().__init__(params, settings, max_grad_norm, config)
 
 
 class Adam(_AdamLike):
     """Adam over the parameters of an offloaded model; bit for bit `torch.optim.Adam(fused=True)` in fp32.
 
     Args:
-        params: parameters of one offloaded model, or parameter groups of them.
+        params: parameters of one offloaded model, or parameter groups of them; with `config`, any others.
         lr, betas, eps, weight_decay, maximize: as in `torch.optim.Adam`; the weight decay is a part of the gradient.
         max_grad_norm: clip the total gradient norm in every step, exactly as `torch.nn.utils.clip_grad_norm_`.
+        config: for parameters that are not offloaded (plain ones, or DTensors of `fully_shard`): `host` and `nvme` of
+            it say where their optimizer state lies. See `close()`.
 
     Raises:
         ConfigError: a value out of range, a parameter that is not offloaded, or a schedule that cannot clip.
@@ -85,6 +90,7 @@ class Adam(_AdamLike):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        config: Config | None = None,
     ) -> None:
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings, max_grad_norm)
+        super().__init__(params, settings, max_grad_norm, config)

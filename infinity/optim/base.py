@@ -1,45 +1,61 @@
-"""What the optimizers share: torch optimizers whose state lies in the tiers of an engine."""
+"""What the optimizers share: torch optimizers whose state lies in the tiers.
+
+Their parameters are those of an offloaded model, whose engine updates them; or, given a `config`, any others, such as
+the DTensors of `torch.distributed.fsdp.fully_shard`, whose values and gradients stay where they are (`StateTier`).
+"""
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, overload
 
 import torch
 
-from infinity.config import OptimizerKind
+from infinity.bridge.tier import StateTier
+from infinity.config import Config, OptimizerKind
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.groups import FlatGroup
 from infinity.optim.hyper import Hyper
-from infinity.optim.torch_state import states_of, torch_state
-from infinity.released import ref_of
+from infinity.optim.kernels import ALGORITHMS
+from infinity.optim.torch_state import SlotOwner, states_of, torch_state
+from infinity.released import ParameterRef, ref_of
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Base of the optimizers over the parameters of an offloaded model.
+    """Base of the optimizers over the parameters of an offloaded model, or over others with their state in the tiers.
 
     Args:
-        params: parameters of one offloaded model, or parameter groups of them.
+        params: parameters of one offloaded model, or parameter groups of them; with `config`, of no offloaded model.
         defaults: settings of groups that do not give their own.
         max_grad_norm: clip the total gradient norm in every step, exactly as `torch.nn.utils.clip_grad_norm_`.
+        config: budgets and swap directories for the state of parameters that are not offloaded.
 
     Raises:
         ConfigError: a value out of range, a parameter that is not offloaded, or a schedule that cannot clip.
     """
 
-    def __init__(self, params: Params, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+    def __init__(
+        self, params: Params, defaults: dict[str, Any], max_grad_norm: float | None, config: Config | None = None
+    ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm is {max_grad_norm}; it must be greater than 0, or None not to clip")
         self._max_grad_norm = max_grad_norm
         self._places: dict[tuple[int, int], dict[str, Any]] = {}
         self._engine: Engine | None = None
+        self._tier: StateTier | None = None
+        self._config = config
         super().__init__(params, defaults)
         if self._engine is not None:
             self._engine.attach_optimizer(self)
+        elif config is not None:
+            self._tier = StateTier(self.param_groups, self.kind, config)
+            weakref.finalize(self, self._tier.close)
 
     @property
     @abstractmethod
@@ -61,7 +77,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
         """Total norm of the gradients, before clipping, as last computed; None when nothing asked for it."""
-        return self._engine.last_grad_norm if self._engine is not None else None
+        holder = self._engine or self._tier
+        return holder.last_grad_norm if holder is not None else None
+
+    @property
+    def state_tier(self) -> StateTier | None:
+        """Where the state of parameters that are not offloaded lies; None over an offloaded model."""
+        return self._tier
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -71,6 +93,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_settings(added)
         parameters = added["params"]
         refs = [ref_of(parameter) for parameter in parameters]
+        if self._config is not None:
+            self._refuse_in_tier(refs)
+            return
         for group, slot in slots_of(parameters):
             self._places[group.index, slot] = added
         for ref in refs:
@@ -80,22 +105,64 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 raise ConfigError("the parameters belong to several engines; build one optimizer per engine")
             self._engine = ref.access
 
+    def _refuse_in_tier(self, refs: Sequence[ParameterRef | None]) -> None:
+        offloaded = next((ref.name for ref in refs if ref is not None), None)
+        if offloaded is not None:
+            raise ConfigError(
+                f"parameter {offloaded!r} is offloaded, so its engine has a config already; build the optimizer of an "
+                "offloaded model without config=, and another one for other parameters"
+            )
+        if self._tier is not None:
+            self.param_groups.pop()
+            raise ConfigError(
+                "a parameter group was added after the room for the optimizer's state had been made; build the "
+                "optimizer with all groups"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """As that of torch's optimizer, which can load it: the state of every parameter by its index.
 
         Reads all moments into memory, 4 bytes each per parameter that trains. `engine.save()` streams them instead.
+        The state of DTensors are DTensors, sharded alike.
         """
-        states = self._engine.read_optimizer_state() if self._engine is not None else {}
-        # torch makes indices of the parameters in `self.state`, empty at other times: the engine has the state.
+        holder = self._engine or self._tier
+        states = holder.read_optimizer_state() if holder is not None else {}
+        # torch makes indices of the parameters in `self.state`, without moments at other times: the tiers have them.
         try:
-            parameters = [parameter for param_group in self.param_groups for parameter in param_group["params"]]
-            for parameter, (group, slot) in zip(parameters, self.slots(), strict=True):
-                found = states.get((group.index, slot))
+            for parameter, place in zip(self._parameters(), self._places_of_state(), strict=True):
+                found = states.get(place)
                 if found is not None:
-                    self.state[parameter] = torch_state(self.kind, found)
+                    self.state[parameter] = self._wrapped(parameter, torch_state(self.kind, found))
             return super().state_dict()
         finally:
-            self.state.clear()
+            self._show_steps()
+
+    def _wrapped(self, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self._tier is None:
+            return state
+        wrap = next(p.wrap for p in self._tier.parameters if p.parameter is parameter)
+        return {name: value if name == "step" else wrap(value) for name, value in state.items()}
+
+    def _show_steps(self) -> None:
+        """`self.state` as it is at most times: empty, or how often parameters that are not offloaded were updated.
+
+        torch.distributed.checkpoint takes an optimizer without any state for one that has yet to make its first step.
+        """
+        self.state.clear()
+        if self._tier is not None:
+            counts = ALGORITHMS[self.kind].counts_steps
+            for local, (section, slot) in zip(self._tier.parameters, self._tier.places, strict=True):
+                step = self._tier.sections[section].steps[slot]
+                if step:
+                    self.state[local.parameter] = {"step": torch.tensor(float(step))} if counts else {}
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for param_group in self.param_groups for parameter in param_group["params"]]
+
+    def _places_of_state(self) -> list[tuple[int, int]]:
+        if self._tier is not None:
+            return self._tier.places
+        return [(group.index, slot) for group, slot in self.slots()]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` of this class or of its counterpart in torch gave; everything is checked first.
@@ -105,16 +172,33 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: it has other parameter groups, is of another optimizer, or of parameters of other shapes.
         """
-        slots = [slots_of(params) for params in (g["params"] for g in self.param_groups)]
-        states = states_of(state_dict, slots, self.kind)
-        if self._engine is not None:
-            self._engine.write_optimizer_state(states)
+        slots = self._slots_by_group()
+        given = state_dict if self._tier is None else self._tier.localized(state_dict)
+        states = states_of(given, slots, self.kind)
+        holder = self._engine or self._tier
+        if holder is not None:
+            holder.write_optimizer_state(states)
         # torch would keep the moments in memory, converted to the dtype in which the parameters compute.
         super().load_state_dict({**state_dict, "state": {}})
         for param_group, mine in zip(self.param_groups, slots, strict=True):
             for name, value in self.defaults.items():
                 param_group.setdefault(name, value)
-            self._places.update({(group.index, slot): param_group for group, slot in mine})
+            if self._tier is None:
+                self._places.update({(group.index, slot): param_group for group, slot in mine})
+        self._show_steps()
+
+    def _slots_by_group(self) -> list[list[tuple[SlotOwner, int]]]:
+        tier = self._tier
+        if tier is None:
+            return [
+                list[tuple[SlotOwner, int]](slots_of(params))
+                for params in (param_group["params"] for param_group in self.param_groups)
+            ]
+        places = iter(tier.places)
+        return [
+            [(tier.sections[section], slot) for section, slot in (next(places) for _ in param_group["params"])]
+            for param_group in self.param_groups
+        ]
 
     def hyper_of(self, group: FlatGroup, slot: int) -> Hyper | None:
         """The hyperparameters of one slot as they are now."""
@@ -127,7 +211,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Returns:
             Whether one of them is infinite or NaN.
         """
-        return self._engine.unscale(inverse) if self._engine is not None else False
+        holder = self._engine or self._tier
+        return holder.unscale(inverse) if holder is not None else False
 
     def slots(self) -> Iterable[tuple[FlatGroup, int]]:
         """Every slot, in the order of the parameter groups."""
@@ -152,12 +237,36 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._engine is not None:
             self._engine.step(self)
+        elif self._tier is not None:
+            hypers = [self.hyper_from(settings) for settings in self.param_groups for _ in settings["params"]]
+            self._tier.step(hypers, self._max_grad_norm)
+            self._show_steps()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. They are never kept as zeros, whatever `set_to_none` says."""
+        """Forget all gradients. Those of offloaded parameters are never kept as zeros, whatever `set_to_none` says."""
         if self._engine is not None:
             self._engine.discard_gradients()
+        elif self._tier is not None:
+            super().zero_grad(set_to_none)
+            self._tier.read_ahead()
+
+    def close(self) -> None:
+        """Give the state of parameters that are not offloaded back: swap files, memory, threads. Idempotent.
+
+        An optimizer that is not closed does so when it is collected, or when the process exits. An engine has a
+        `close()` of its own.
+        """
+        if self._tier is not None:
+            self._tier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 def refuse_outside(settings: Mapping[str, Any], *checks: tuple[str, bool, str]) -> None:
@@ -186,6 +295,8 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     refs = [ref_of(parameter) for parameter in chosen]
+    if chosen and not any(refs):
+        return torch.nn.utils.clip_grad_norm_(chosen, max_norm)
     slots = slots_of(chosen)
     engine = next((ref.access for ref in refs if ref is not None), None)
     if not isinstance(engine, Engine):

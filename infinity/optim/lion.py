@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.config import OptimizerKind
+from infinity.config import Config, OptimizerKind
 from infinity.optim.base import OffloadedOptimizer, Params, refuse_betas, refuse_outside
 from infinity.optim.hyper import LionHyper
 
@@ -14,12 +14,14 @@ class Lion(OffloadedOptimizer):
     """Lion (Chen et al., 2023) over the parameters of an offloaded model: one moment, updates of one size.
 
     Args:
-        params: parameters of one offloaded model, or parameter groups of them.
+        params: parameters of one offloaded model, or parameter groups of them; with `config`, any others.
         lr: size of an update, usually a tenth to a third of AdamW's.
         betas: weight of the average in the update, and in the next average.
         weight_decay: decoupled; usually three to ten times AdamW's.
         maximize: ascend.
         max_grad_norm: clip the total gradient norm in every step, exactly as `torch.nn.utils.clip_grad_norm_`.
+        config: for parameters that are not offloaded (plain ones, or DTensors of `fully_shard`): `host` and `nvme` of
+            it say where their optimizer state lies. See `close()`.
 
     Raises:
         ConfigError: a value out of range, a parameter that is not offloaded, or a schedule that cannot clip.
@@ -36,9 +38,10 @@ class Lion(OffloadedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        config: Config | None = None,
     ) -> None:
         settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings, max_grad_norm)
+        super().__init__(params, settings, max_grad_norm, config)
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         refuse_outside(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from infinity.config import OptimizerKind
+from infinity.config import Config, OptimizerKind
 from infinity.errors import ConfigError
 from infinity.optim.base import OffloadedOptimizer, Params, refuse_outside
 from infinity.optim.hyper import SgdHyper
@@ -17,10 +17,12 @@ class SGD(OffloadedOptimizer):
     Without momentum it keeps no state: nothing but parameters is read and written.
 
     Args:
-        params: parameters of one offloaded model, or parameter groups of them.
+        params: parameters of one offloaded model, or parameter groups of them; with `config`, any others.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in `torch.optim.SGD`, whose default variant (a
             loop over the parameters) it equals. Whether there is a momentum is settled here, for all groups.
         max_grad_norm: clip the total gradient norm in every step, exactly as `torch.nn.utils.clip_grad_norm_`.
+        config: for parameters that are not offloaded (plain ones, or DTensors of `fully_shard`): `host` and `nvme` of
+            it say where their optimizer state lies. See `close()`.
 
     Raises:
         ConfigError: a value out of range, a parameter that is not offloaded, or a schedule that cannot clip.
@@ -37,6 +39,7 @@ class SGD(OffloadedOptimizer):
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,
+        config: Config | None = None,
     ) -> None:
         given = list(params)
         self._has_momentum = momentum != 0 or any(
@@ -50,7 +53,7 @@ class SGD(OffloadedOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(given, settings, max_grad_norm)  # type: ignore[arg-type]
+        super().__init__(given, settings, max_grad_norm, config)  # type: ignore[arg-type]
 
     @property
     def kind(self) -> OptimizerKind:

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from infinity.checkpoint.moments import SlotState, SlotStates
 from infinity.config import OptimizerKind
 from infinity.errors import ConfigError
-from infinity.groups import FlatGroup
+from infinity.layout import FlatLayout
 from infinity.optim.kernels import ALGORITHMS
+
+
+class SlotOwner(Protocol):
+    """Whose slots have state: a flat group, or a section of parameters that are not offloaded."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def layout(self) -> FlatLayout: ...
+
+    @property
+    def trainable(self) -> bool: ...
 
 
 def torch_state(kind: OptimizerKind, state: SlotState) -> dict[str, torch.Tensor]:
@@ -21,7 +34,7 @@ def torch_state(kind: OptimizerKind, state: SlotState) -> dict[str, torch.Tensor
 
 
 def states_of(
-    state_dict: Mapping[str, Any], slots: Sequence[Sequence[tuple[FlatGroup, int]]], kind: OptimizerKind
+    state_dict: Mapping[str, Any], slots: Sequence[Sequence[tuple[SlotOwner, int]]], kind: OptimizerKind
 ) -> SlotStates:
     """What a `state_dict()` says about slots, given as one list per parameter group; the rest is left out.
 
@@ -48,7 +61,7 @@ def states_of(
     return found
 
 
-def _slot_state(saved: Mapping[str, Any], group: FlatGroup, number: int, kind: OptimizerKind) -> SlotState:
+def _slot_state(saved: Mapping[str, Any], group: SlotOwner, number: int, kind: OptimizerKind) -> SlotState:
     slot, algorithm = group.layout.slots[number], ALGORITHMS[kind]
     names = algorithm.rule().moments
     wanted = ("step", *names) if algorithm.counts_steps else names

@@ -1,0 +1,56 @@
+"""From the settings of a run to those of its store: how swap files are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from infinity.config import Calibrate, NvmeConfig
+from infinity.errors import ConfigError
+from storage.backends.recording import IoLog
+from storage.calibration_cache import speeds_of
+from storage.store import StorageOptions
+
+
+def storage_options(nvme: NvmeConfig, *, write_memory_nbytes: int, files_nbytes: int | None) -> StorageOptions:
+    """Options of a store.
+
+    Args:
+        write_memory_nbytes: memory of each drive's writes in flight, by which they are paced.
+        files_nbytes: this process's part of the budget of all drives.
+    """
+    return StorageOptions(
+        engine=nvme.engine.value,
+        block_nbytes=nvme.block_nbytes,
+        threads=nvme.threads,
+        calibrate=nvme.calibrate.value,
+        checksum=nvme.checksum.value,
+        eio_retries=nvme.eio_retries,
+        write_memory_nbytes=max(write_memory_nbytes, 1),
+        files_nbytes=files_nbytes,
+    )
+
+
+def speeds_to_start_with(nvme: NvmeConfig, paths: Sequence[Path]) -> Sequence[float] | None:
+    """Of several drives, as calibrated; None: equal until they are measured."""
+    return speeds_of(paths) if len(paths) > 1 and nvme.calibrate is not Calibrate.OFF else None
+
+
+def open_log(nvme: NvmeConfig, rank: int | None, stack: ExitStack) -> IoLog | None:
+    """The record of all transfers, if one is asked for; with several ranks each has its own.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = nvme.io_log
+    if path is None:
+        return None
+    if rank is not None:
+        path = path.with_name(f"{path.name}.rank{rank}")
+    try:
+        log = IoLog(path)
+    except OSError as error:
+        raise ConfigError(f"nvme.io_log = {path}: cannot be written: {error.strerror or error}") from error
+    stack.callback(log.close)
+    return log
