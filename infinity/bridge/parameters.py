@@ -116,8 +116,9 @@ def local_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[LocalPar
     """
     found = []
     for number, settings in enumerate(param_groups):
-        names = settings.get("param_names") or [f"{place} of group {number}" for place in range(len(settings["params"]))]
-        for name, parameter in zip(names, settings["params"], strict=True):
+        names = settings.get("param_names") or ()
+        for place, parameter in enumerate(settings["params"]):
+            name = names[place] if place < len(names) else f"{place} of group {number}"
             _refuse(name, parameter)
             found.append(LocalParameter(name, parameter, parameter.requires_grad))
     return found

@@ -1,8 +1,9 @@
 """How a host budget is shared out when only optimizer state lies in the tiers.
 
 A *section* is the state of all parameters of one dtype, laid out like a flat buffer and cut into chunks. A chunk in
-transit holds its state, its gradient in fp32 and, where parameters are on another device, their values. Three chunks in transit let reading, computing and writing go on side by side; what the budget
-has left keeps state in host memory for good, from the front, because the order of chunks is the same in every step.
+transit holds its state, its gradient in fp32 and, where parameters are on another device, their values. Three chunks in
+transit let reading, computing and writing go on side by side; what the budget has left keeps state in host memory for
+good, from the front, because the order of chunks is the same in every step.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def plan_state(sections: Sequence[SectionSizes], host_nbytes: int, chunk_nbytes:
     transit = max(section.transit for section in sections)
     longest = max(section.layout.numel for section in sections)
     wanted = _TARGET_STATE_NBYTES if chunk_nbytes is None else chunk_nbytes
-    numel = min(align_down(wanted // max(state, 1), SHARD_ALIGN_NUMEL), longest)
+    numel = min(align_down(wanted // (state or transit), SHARD_ALIGN_NUMEL), longest)
     if chunk_nbytes is None:
         numel = min(numel, align_down(host_nbytes // (2 * DEPTH * transit), SHARD_ALIGN_NUMEL))
     numel = max(numel, SHARD_ALIGN_NUMEL)

@@ -137,11 +137,12 @@ class SectionUpdate:
 
     def _check(self, number: int) -> None:
         slot, grad, values = self.section.layout.slots[number], self._grads[number], self._values[number]
-        if values.numel() != slot.numel or grad.numel() != slot.numel or values.dtype != self.section.kernel.param_dtype:
+        dtype = self.section.kernel.param_dtype
+        if not values.numel() == grad.numel() == slot.numel or values.dtype != dtype:
             raise ConfigError(
-                f"parameter {slot.name} was {slot.shape} and {self.section.kernel.param_dtype} on this rank when the "
-                f"optimizer was built; now it is {tuple(values.shape)} and {values.dtype}, its gradient "
-                f"{tuple(grad.shape)}. Build the optimizer after the model has its final shape and dtype"
+                f"parameter {slot.name} was {slot.shape} and {dtype} on this rank when the optimizer was built; now it "
+                f"is {tuple(values.shape)} and {values.dtype}, its gradient {tuple(grad.shape)}. Build the optimizer "
+                "after the model has its final shape and dtype"
             )
 
 

@@ -311,8 +311,8 @@ def slots_of(parameters: Iterable[torch.Tensor]) -> list[tuple[FlatGroup, int]]:
         ref = ref_of(parameter)
         if ref is None:
             raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is not offloaded; pass parameters of the "
-                "offloaded model"
+                f"a parameter of shape {tuple(parameter.shape)} is not offloaded; pass parameters of the offloaded "
+                "model, or an infinity.Config as config= to keep only the optimizer's state in the tiers"
             )
         found.append((ref.group, ref.slot))
     return found
