@@ -61,7 +61,7 @@ class ParameterAccess:
         """
         runtime = self._runtime
         runtime.land_updates()
-        runtime.before_overwrite()
+        runtime.before_replacing()
         records = {r.chunk.start: r for r in runtime.states[group.index].records} if group.trainable else {}
         runtime.gatherer.claim(group)
         try:

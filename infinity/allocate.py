@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import nn
 
+from infinity.checkpoint.saver import Saver
 from infinity.collectives import Collectives
 from infinity.config import Config, Precision, Schedule
 from infinity.device_memory import DeviceMemory
@@ -75,6 +76,7 @@ class _Resources:
     trace: Trace
     failure: Failure
     commit_thread: ThreadPoolExecutor
+    save_thread: ThreadPoolExecutor
 
 
 def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
@@ -98,12 +100,15 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     failure = Failure()
     commit_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-commit")  # starts with its first task
     stack.callback(commit_thread.shutdown)
+    save_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-save")  # starts with its first task
+    stack.callback(save_thread.shutdown)
     io = IoLoop(on_failure=failure.note)
     stack.callback(io.close)
     worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-optimizer")
     stack.callback(worker.shutdown)
     budgets, copies = _budgets(plan), _copies(plan)
-    resources = _Resources(pool, store, io, worker, states, budgets, copies, Trace(), failure, commit_thread)
+    threads = (commit_thread, save_thread)
+    resources = _Resources(pool, store, io, worker, states, budgets, copies, Trace(), failure, *threads)
     runtime = _connect(plan, resources)
     made.append(runtime)
     _pin_states(runtime)
@@ -113,9 +118,14 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
 def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     """The parts that decide, over the resources they decide about."""
     read_ahead = _read_ahead(plan, made)
-    pipeline = _pipeline(plan, made, read_ahead)
-    inspection = Inspection(made.copies, made.budgets, made.store, pipeline)
+
+    def preserve(key: str) -> None:
+        saver.preserve(key)
+
+    pipeline = _pipeline(plan, made, read_ahead, preserve)
+    inspection = Inspection(made.copies, made.budgets, made.store, pipeline, lambda: saver.progress)
     stalls = _stall_clock(plan, made, inspection)
+    saver = Saver(made.save_thread, stalls)
     for group in plan.groups:
         group.attach(plan.device.torch_device, plan.access)
     in_flight: list[GroupUpdate] = []
@@ -154,6 +164,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         failure=made.failure,
         in_flight=in_flight,
         committer=_committer(plan, made, stalls),
+        saver=saver,
         lockstep=lockstep,
     )
 
@@ -172,7 +183,9 @@ def _read_ahead(plan: Blueprint, made: _Resources) -> ReadAhead:
     )
 
 
-def _pipeline(plan: Blueprint, made: _Resources, read_ahead: ReadAhead) -> UpdatePipeline:
+def _pipeline(
+    plan: Blueprint, made: _Resources, read_ahead: ReadAhead, preserve: Callable[[str], None]
+) -> UpdatePipeline:
     return UpdatePipeline(
         store=made.store,
         pool=made.pool,
@@ -183,6 +196,7 @@ def _pipeline(plan: Blueprint, made: _Resources, read_ahead: ReadAhead) -> Updat
         on_failure=made.failure.note,
         on_chunk=lambda name, start_s, duration_s: made.trace.add(name, "optimizer", start_s, duration_s),
         link_timeout_s=plan.config.nvme.io_timeout_s,
+        preserve=preserve,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -18,7 +18,8 @@ from infinity.assemble import assemble
 from infinity.checkpoint.load import load_checkpoint
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
 from infinity.checkpoint.rng import restore_rng_state
-from infinity.checkpoint.save import save_checkpoint
+from infinity.checkpoint.save import Beside, Stateful, save_checkpoint
+from infinity.checkpoint.series import Keep
 from infinity.checkpoint.tiers import CHECKPOINT_STEP
 from infinity.config import Config
 from infinity.durable.journal import Journal
@@ -114,6 +115,7 @@ class Engine:
     def step(self, optimizer: OptimizerView) -> None:
         """Called by the optimizer's `step()`."""
         self._check_open()
+        self._runtime.saver.raise_failure()
         self._iteration.refuse_failed()
         self._accept_edits()
         self._updates.step(optimizer)
@@ -217,36 +219,68 @@ class Engine:
         path: str | Path,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
+        keep: Keep = None,
+        wait: bool = True,
     ) -> None:
-        """Save parameters, optimizer state, buffers and random number generators to a folder, group by group.
+        """Save parameters, optimizer state, buffers and random number generators to a folder.
 
-        The folder appears when it is complete; a checkpoint that is there already is replaced only then. Gradients are
-        not saved.
+        The folder appears when it is complete and on the drive; a checkpoint that is there already is replaced only
+        then. Gradients that no step has used are saved too.
 
         Args:
-            optimizer: save the settings of its parameter groups (lr, betas, ...) too.
-            extra: what else the run needs to go on, for example `{"scheduler": scheduler.state_dict()}`: numbers, text,
-                tensors, and lists, tuples and dictionaries of them.
+            optimizer: whose settings of parameter groups (lr, betas, ...) are saved; default is the one of this engine.
+            scheduler, scaler: an LR scheduler and a loss scaler, saved by their `state_dict()`.
+            extra: what else the run needs to go on: numbers, text, tensors, and lists, tuples and dictionaries of them.
+            keep: `path` belongs to a series: the file `latest` beside it names it, and `load` finds it by the name of
+                the folder. So many checkpoints of the series are kept, older ones are removed; "all" keeps them.
+            wait: False returns as soon as it is known where everything lies; the checkpoint is written behind training,
+                with the values of now. What goes wrong then is raised by the next `step()`, `save()` or `wait_saved()`.
+                At most two are written at a time, to one place one: the next waits for the first.
 
         Raises:
             CheckpointError: `path` cannot be written or is something else, or `extra` cannot be saved.
-            IterationError: an update was lost, or the running step has been applied in part.
+            IterationError: an update was lost, the running step has been applied in part, or gradients have been
+                clipped or unscaled and not been used.
         """
         self._check_open()
         self._refuse_ranks("engine.save()")
         self._accept_edits()
-        save_checkpoint(self._runtime, self._updates, Path(path), optimizer, extra)
+        mine = self._updates.optimizer
+        if optimizer is None and isinstance(mine, torch.optim.Optimizer):
+            optimizer = mine
+        beside = Beside(optimizer, scheduler, scaler, extra)
+        save_checkpoint(self._runtime, self._updates, Path(path), beside, keep=keep, wait=wait)
 
-    def load(self, path: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    def wait_saved(self) -> None:
+        """Wait until every checkpoint of `save(..., wait=False)` is complete and on its drive.
+
+        Raises:
+            CheckpointError, StorageError: one could not be written; nothing is left of it.
+        """
+        self._check_open()
+        self._runtime.saver.wait()
+
+    def load(
+        self,
+        path: str | Path,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
+    ) -> dict[str, Any]:
         """Load a checkpoint of `save`; the run goes on with the same bits. Returns its `extra`.
 
-        Budgets, placement, schedule and precision may differ from those of the engine that saved it. Everything is
-        checked before anything is changed; gradients that no step has used are discarded. The random number generators
-        of torch, Python and numpy are set as they were.
+        Budgets, placement, schedule, precision and stage may differ from those of the engine that saved it. Everything
+        but the content of large files is checked before anything is changed. Gradients that no step has used are those
+        of the checkpoint. The random number generators of torch, Python and numpy are set as they were.
 
         Args:
+            path: a checkpoint, or the folder of a series: then the latest one that can be read.
             optimizer: gets the settings of its parameter groups back; it must have the same groups.
+            scheduler, scaler: get their state back.
 
         Raises:
             CheckpointError: nothing there, damaged, or of another model. If damage shows only while loading, the
@@ -255,7 +289,8 @@ class Engine:
         """
         self._check_open()
         self._refuse_ranks("engine.load()")
-        extra = load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), optimizer)
+        beside = Beside(optimizer, scheduler, scaler)
+        extra = load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), beside)
         if self._journal is not None:
             steps = max((step for state in self._runtime.states.values() for step in state.steps), default=0)
             self._journal.replaced(steps, extra)
@@ -348,12 +383,14 @@ class Engine:
 
         Raises:
             StorageError: it could not be committed; everything has been given back all the same.
+            CheckpointError: a checkpoint of `save(..., wait=False)` could not be written; likewise.
         """
-        try:
-            if self._journal is not None and not self.is_closed:
-                self._journal.finish()
-        finally:
-            self._runtime.shut_down()
+        with ExitStack() as closing:
+            closing.callback(self._runtime.shut_down)
+            if not self.is_closed:
+                closing.callback(self._runtime.saver.wait)
+                if self._journal is not None:
+                    self._journal.finish()
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,8 @@ Used by the training thread only; transfers complete on other threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -225,13 +226,8 @@ class GradientSink:
             known = {s for s, parts in gradient.peaks.items() if len(parts) == 1 or not in_memory}
             missing = [s for s, there in enumerate(gradient.present) if there and s not in known]
             if missing:
-                is_away = gradient.is_spilled and not in_memory
-                if is_away:
-                    self._read_back(gradient)
-                self._wait_arrived(gradient)
-                gradient.peaks.update({slot: [_peak(gradient.slot_view(slot))] for slot in missing})
-                if is_away:
-                    gradient.release()
+                with self.in_memory(gradient.group):
+                    gradient.peaks.update({slot: [_peak(gradient.slot_view(slot))] for slot in missing})
         peaks = [peak for g in self._gradients.values() for parts in g.peaks.values() for peak in parts]
         return any(not bool(torch.isfinite(peak)) for peak in peaks)
 
@@ -266,15 +262,25 @@ class GradientSink:
         wanted = [(group, slot) for group, slot in slots if self.has(group, slot)]
         for group in {group.index: group for group, _ in wanted}.values():
             gradient = self._gradients[group.index]
-            if self._is_measured(gradient):
-                continue
-            if gradient.is_spilled and gradient.lease is None:
-                self._read_back(gradient)
-                self._measure(gradient)
-                gradient.release()
-            else:
-                self._measure(gradient)
+            if not self._is_measured(gradient):
+                with self.in_memory(group):
+                    self._measure(gradient)
         return wanted
+
+    @contextmanager
+    def in_memory(self, group: FlatGroup) -> Iterator[GroupGradient]:
+        """The gradient of a group, complete and in host memory for the length of a block, wherever it waits."""
+        gradient = self._gradients[group.index]
+        is_away = gradient.is_spilled and gradient.lease is None
+        if is_away:
+            self._read_back(gradient)
+        try:
+            self._wait_arrived(gradient)
+            self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+            yield gradient
+        finally:
+            if is_away:
+                gradient.release()
 
     def _is_measured(self, gradient: GroupGradient) -> bool:
         return all(slot in gradient.norms for slot, there in enumerate(gradient.present) if there)

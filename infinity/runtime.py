@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from infinity.checkpoint.saver import Saver
 from infinity.config import Config, OptimizerKind
 from infinity.devices.base import Device
 from infinity.durable.committer import Committer
@@ -76,6 +77,7 @@ class Runtime:
     failure: Failure
     in_flight: list[GroupUpdate]  # written by the training thread
     committer: Committer | None  # where steps are durable
+    saver: Saver
     lockstep: Lockstep | None = None  # with several ranks
     closing: ExitStack = field(default_factory=ExitStack)
     step: int = 0
@@ -110,6 +112,15 @@ class Runtime:
         """
         if self.committer is not None:
             self.committer.wait()
+
+    def before_replacing(self) -> None:
+        """Stored bytes or host memory are about to change outside of a step: what commits and saves need comes first.
+
+        Raises:
+            StorageError: the commit failed.
+        """
+        self.before_overwrite()
+        self.saver.preserve_all()
 
     def shut_down(self) -> None:
         """Close every part in reverse order of its making. Idempotent; an error is raised after all are closed."""

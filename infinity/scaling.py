@@ -24,6 +24,11 @@ class Scaling:
         self._unscaled: set[_Key] = set()
         self._inverses: dict[_Key, torch.Tensor] = {}  # of those that still carry the scale
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the scale has been taken out of a gradient that waits."""
+        return bool(self._unscaled)
+
     def unscale(self, inverse: float) -> bool:
         """Multiply every gradient that waits by `inverse`, a power of two. True when one is infinite or NaN."""
         factor = torch.tensor(inverse, dtype=torch.float32)

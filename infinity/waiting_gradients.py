@@ -177,6 +177,18 @@ class WaitingGradients:
         self.agree(Want.UNSCALE, "the loss scales", hash(inverse))
         return self._scaling.unscale(inverse)
 
+    def refuse_adjusted(self, purpose: str) -> None:
+        """The gradients that wait are about to be saved.
+
+        Raises:
+            IterationError: they have been clipped or unscaled, and that may be done only in the step.
+        """
+        if self._scales or self._scaling.has_begun:
+            raise IterationError(
+                f"{purpose} between clipping or unscaling the gradients and optimizer.step() would lose what is still "
+                "to be done to them. Do it before, or after the step"
+            )
+
     def factors_of(self, group: FlatGroup) -> list[torch.Tensor | None]:
         """By slot, what its gradient is still to be multiplied by; None is one."""
         slots = range(len(group.layout.slots))

@@ -8,12 +8,14 @@ reads from before it have ended before it began, and later ones find the new pla
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from storage.drives import Drive
 from storage.errors import SwapFullError
 from storage.health import DriveHealth, DriveState
+from storage.holds import Holds
 from storage.meters import DriveMeters, Reading
 from storage.shares import MIN_PIECE_NBYTES, better_split, speeds_of, split
 from storage.stripes import Piece, join, overlap
@@ -70,6 +72,7 @@ class Space:
         self.drives = tuple(drives)
         self.meters = meters or DriveMeters(len(drives))
         self.health = health or DriveHealth([drive.directory for drive in drives])
+        self.holds = Holds()
         self._given = speeds
         self._files_nbytes = files_nbytes
         self._first = 0
@@ -110,8 +113,30 @@ class Space:
         self._first = (self._first + len(pieces)) % len(self.drives)
         return sorted(pieces, key=lambda piece: piece.start)
 
+    def hold(self, pieces: Sequence[Piece]) -> int:
+        """Keep what lies in these pieces as it is until `let_go` is called with the number that this returns."""
+        return self.holds.hold([piece.extent for piece in pieces])
+
+    def let_go(self, number: int) -> None:
+        """End a hold: extents that no key uses any more are given back. Idempotent."""
+        self._give_back(self.holds.let_go(number))
+
     def free(self, extents: Sequence[Extent]) -> None:
-        """Give extents back."""
+        """Give extents back; those that are held, when the hold ends."""
+        self._give_back(self.holds.keep_back(extents))
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes that could be allocated more, files that may be made longer included."""
+        free_nbytes = sum(drive.file.extents.free_nbytes for drive in self.drives)
+        growth = {os.fstat(drive.file.fd).st_dev: drive.file.room_nbytes for drive in self.drives}
+        room_nbytes = sum(growth.values())
+        if self._files_nbytes is not None:
+            present = sum(drive.file.extents.capacity_nbytes for drive in self.drives)
+            room_nbytes = min(room_nbytes, max(0, self._files_nbytes - present))
+        return free_nbytes + room_nbytes
+
+    def _give_back(self, extents: Sequence[Extent]) -> None:
         for extent in extents:
             self.drives[extent.drive].file.extents.free(extent.offset)
             self.held_nbytes[extent.drive] -= extent.nbytes
@@ -186,7 +211,7 @@ class Space:
 
     def _may_stay(self, piece: Piece) -> bool:
         """Whether the bytes of a piece may be overwritten where they are."""
-        return True
+        return not self.holds.covers(piece.extent)
 
     def _allocate_all(self, spans: Sequence[tuple[int, int]], avoid: Collection[int] = ()) -> list[Piece]:
         pieces: list[Piece] = []

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from storage.backends.system import without_frames
 from storage.checksums import READ_BACK_KIND, Checksum, KeyChecksums
 from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
 from storage.errors import ClosedError
+from storage.held import HeldKey, HeldKeys
 from storage.ordering import Operation
 from storage.reserve import check_arguments, open_all, reserve
 from storage.space import DriveReport, Space
@@ -148,6 +150,34 @@ class ShardStore:
     def nbytes_of(self, key: str) -> int:
         with self._lock:
             return self._entry(key).nbytes
+
+    def hold(self, keys: Sequence[str]) -> HeldKeys:
+        """Keep what these keys hold now, as files and offsets, until it is let go; training goes on meanwhile.
+
+        Writes of held bytes go elsewhere, so up to as much room as the keys have is needed until then.
+
+        Raises:
+            KeyError: there is no such key.
+            ValueError: a write of one is in flight.
+            StorageError: the last write of one failed.
+            ClosedError: the store is closed.
+        """
+        with self._lock:
+            self._check_open()
+            held = {key: HeldKey.of(key, self._entry(key)) for key in keys}
+            pieces = [piece for one in held.values() for piece in one.pieces]
+            number = self._space.hold(pieces)
+        return HeldKeys(held, [drive.file.path for drive in self._drives], partial(self._let_go, number))
+
+    def _let_go(self, number: int) -> None:
+        with self._lock:
+            self._space.let_go(number)
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes that could be stored more, as far as the file systems and the budget tell."""
+        with self._lock:
+            return self._space.room_nbytes
 
     def submit_read(
         self,

@@ -88,7 +88,7 @@ class VersionedSpace(Space):
         self._fresh -= {(extent.drive, extent.offset) for extent in fresh}
 
     def _may_stay(self, piece: Piece) -> bool:
-        return self.is_fresh(piece)
+        return self.is_fresh(piece) and super()._may_stay(piece)
 
     def _take(self, drive: int, nbytes: int, *, may_grow: bool = True) -> Extent:
         extent = super()._take(drive, nbytes, may_grow=may_grow)

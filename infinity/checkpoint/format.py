@@ -1,22 +1,21 @@
-"""What a checkpoint folder holds.
+"""What a checkpoint folder holds; docs/checkpoint-format.md describes it for other programs.
 
-    checkpoint.json            version, step, precision, what every parameter is and in which file; optimizer; RNG
-    group-00000.safetensors    parameters of one group of the run that saved it, and their moments
-    buffers.safetensors        the model's persistent buffers
-    extra.pt                   what the caller gave as `extra`
+    checkpoint.json                    the index: what every parameter is and where its elements lie; optimizer; RNG
+    group-00000.rank0.safetensors      shards of one group of the run that saved it, as one rank held them
+    gradients.rank0.safetensors        gradients that no step had used yet, if there were any
+    buffers.safetensors                the model's persistent buffers
+    extra.pt                           scheduler, loss scaler, and what the caller gave as `extra`
 
-[Note: checkpoint by name] Nothing in it depends on budgets, placement, chunks, schedule or precision of the run that
-saved it. A parameter that trains is stored as its fp32 master under `parameter/<name>`, with the optimizer's moments
-(for AdamW `exp_avg/<name>` and `exp_avg_sq/<name>`) in fp32 unless it was never updated; a frozen one is stored in the
-dtype of its shard.
-
-Every tensor and every small file has a checksum in `checkpoint.json`, which has one of itself.
+[Note: checkpoint by name] The index tells by parameter name in which pieces of which files its elements lie. So the
+shards can be stored as they lay in the swap files, without converting a byte, and loading depends on nothing but the
+names: budgets, placement, chunks, schedule, precision and number of ranks may all be others. What trains reads as its
+fp32 master, together with the optimizer's moments unless it was never updated; what is frozen in its own dtype.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,45 @@ import xxhash
 from infinity.checkpoint.folder import before_of
 from infinity.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 INDEX_FILE = "checkpoint.json"
 BUFFERS_FILE = "buffers.safetensors"
 EXTRA_FILE = "extra.pt"
 PARAMETER = "parameter"
+GRADIENT = "gradient"
 _KIND = "infinity checkpoint"
 
 
-def group_file(number: int) -> str:
-    return f"group-{number:05d}.safetensors"
+def group_file(number: int, rank: int = 0) -> str:
+    return f"group-{number:05d}.rank{rank}.safetensors"
 
 
-def tensor_key(kind: str, name: str) -> str:
-    """Name of a tensor in a group's file; `kind` is "parameter" or one of the moments."""
-    return f"{kind}/{name}"
+def gradients_file(rank: int = 0) -> str:
+    return f"gradients.rank{rank}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `start` to `start + numel` of a flattened tensor: where they are stored.
+
+    Attributes:
+        file, tensor: which tensor of which safetensors file.
+        at: the first element there.
+        low, low_at: the tensor of the same file with the lower halves, and the first element there. Then `tensor` has
+            the upper halves (see [Note: split master]), and the value is both together, in fp32. "" without.
+    """
+
+    start: int
+    numel: int
+    file: str
+    tensor: str
+    at: int
+    low: str = ""
+    low_at: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +71,22 @@ class ParameterEntry:
     """One parameter of a checkpoint.
 
     Attributes:
-        file: in which file its tensors are.
-        dtype: of the stored parameter, named as in torch ("float32"); moments are always fp32.
+        dtype: of the parameter as it reads, named as in torch: "float32" for what trains.
         step: how often it has been updated.
-        checksums: of its tensors, by kind ("parameter", "exp_avg", "exp_avg_sq"); which also says what is stored.
+        tensors: the pieces of its tensors, in order, by kind: "parameter", the moments, and "gradient" for one that no
+            step has used. All but the parameter are fp32.
     """
 
-    file: str
     shape: tuple[int, ...]
     dtype: str
     trains: bool
     step: int
-    checksums: dict[str, str]
+    tensors: dict[str, tuple[Piece, ...]]
+
+    @property
+    def moments(self) -> set[str]:
+        """The kinds of optimizer state that are stored."""
+        return self.tensors.keys() - {PARAMETER, GRADIENT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +98,59 @@ class OptimizerEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file beside the index.
+
+    Attributes:
+        checksum: xxh3 of its content; of its header alone if it has `digests`.
+        digests: xxh3 of the tensor with the digests of its blocks (see `part_file`); "" for small files.
+    """
+
+    nbytes: int
+    checksum: str
+    digests: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
-    """The content of `checkpoint.json`. `files` has the checksums of the small files, `rng` the state of generators."""
+    """The content of `checkpoint.json`. `rng` has the state of the generators of every rank that saved it."""
 
     step: int
     precision: str
     parameters: dict[str, ParameterEntry]
     optimizer: list[OptimizerEntry] | None
-    rng: dict[str, Any]
-    files: dict[str, str]
+    rng: list[dict[str, Any]]
+    files: dict[str, FileEntry]
     written_by: dict[str, str] = field(default_factory=dict)
 
     def to_text(self) -> str:
         content = {"kind": _KIND, "version": VERSION, **asdict(self)}
-        return json.dumps({**content, "checksum": _checksum_of(content)}, indent=1)
+        content = json.loads(json.dumps(content))  # as it will be read: tuples are lists
+        return json.dumps({**content, "checksum": _checksum_of(content)}, indent=None, separators=(",", ":"))
+
+
+def merged(parts: Sequence[Mapping[str, ParameterEntry]]) -> dict[str, ParameterEntry]:
+    """The parameters of a checkpoint from what every rank has saved of them."""
+    found: dict[str, ParameterEntry] = {}
+    for part in parts:
+        for name, entry in part.items():
+            before = found.get(name)
+            if before is None:
+                found[name] = entry
+                continue
+            kinds = [*before.tensors, *(kind for kind in entry.tensors if kind not in before.tensors)]
+            tensors = {
+                kind: tuple(sorted((*before.tensors.get(kind, ()), *entry.tensors.get(kind, ())), key=_start))
+                for kind in kinds
+            }
+            found[name] = ParameterEntry(
+                before.shape, before.dtype, before.trains, max(before.step, entry.step), tensors
+            )
+    return found
+
+
+def _start(piece: Piece) -> int:
+    return piece.start
 
 
 def read_index(folder: Path) -> Index:
@@ -96,8 +162,8 @@ def read_index(folder: Path) -> Index:
     path = folder / INDEX_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(_not_there(folder)) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DamagedCheckpointError(_not_there(folder)) from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -105,7 +171,7 @@ def read_index(folder: Path) -> Index:
     if not isinstance(content, dict) or content.get("kind") != _KIND:
         raise CheckpointError(f"{path} does not belong to a checkpoint of infinity; give the folder that save() made")
     if content.get("version") != VERSION:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{folder} is a checkpoint of version {content.get('version')!r}, this infinity reads version {VERSION}; "
             f"use the infinity that wrote it ({content.get('written_by')})"
         )
@@ -117,22 +183,23 @@ def read_index(folder: Path) -> Index:
 
 def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     try:
-        parameters = {
-            name: ParameterEntry(**{**entry, "shape": tuple(entry["shape"])})
-            for name, entry in content["parameters"].items()
-        }
         groups = content["optimizer"]
         return Index(
             step=content["step"],
             precision=content["precision"],
-            parameters=parameters,
+            parameters={name: _parse_parameter(entry) for name, entry in content["parameters"].items()},
             optimizer=None if groups is None else [OptimizerEntry(**group) for group in groups],
-            rng=content["rng"],
-            files=content["files"],
+            rng=list(content["rng"]),
+            files={name: FileEntry(**entry) for name, entry in content["files"].items()},
             written_by=content["written_by"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"it does not have the expected content ({error!r})") from error
+
+
+def _parse_parameter(entry: Mapping[str, Any]) -> ParameterEntry:
+    tensors = {kind: tuple(Piece(**piece) for piece in pieces) for kind, pieces in entry["tensors"].items()}
+    return ParameterEntry(**{**entry, "shape": tuple(entry["shape"]), "tensors": tensors})
 
 
 def _not_there(folder: Path) -> str:
@@ -144,9 +211,20 @@ def _not_there(folder: Path) -> str:
     return f"there is no checkpoint at {folder}: {INDEX_FILE} is missing; give the folder that save() made"
 
 
-def damaged(path: Path, how: str) -> CheckpointError:
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint, or a part of it, is not there or not what was written; another one may be."""
+
+
+def damaged(path: Path, how: str) -> DamagedCheckpointError:
     """The error for a file that is not what was written."""
-    return CheckpointError(f"{path} is damaged: {how}. Use another checkpoint, or another copy of this one")
+    return DamagedCheckpointError(f"{path} is damaged: {how}. Use another checkpoint, or another copy of this one")
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Names for a message, not more than a few."""
+    chosen = list(names)
+    shown = ", ".join(map(repr, chosen[:most]))
+    return shown + (f" and {len(chosen) - most} more" if len(chosen) > most else "")
 
 
 def _checksum_of(content: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Loading: everything is checked first, then streamed group by group into the tiers, whatever their placement.
+"""Loading: structure is checked first, then everything is streamed into the tiers, whatever their placement.
 
-[Note: precisions meet in the master] What trains is in the checkpoint as its fp32 master. An fp32 engine stores it
+[Note: precisions meet in the master] What trains reads from a checkpoint as its fp32 master. An fp32 engine stores it
 unchanged, a bf16 engine splits it into two halves; both lose nothing, so going from one precision to the other and back
 gives the same bits (NaNs become one NaN). What is frozen is converted to the dtype in which this engine keeps it, which
 rounds when that is the narrower one, as when the model was offloaded.
@@ -8,26 +8,34 @@ rounds when that is the narrower one, as when the model was offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
-from infinity.checkpoint.format import PARAMETER, Index, ParameterEntry, damaged, read_index, tensor_key
+from infinity.checkpoint.format import (
+    GRADIENT,
+    PARAMETER,
+    DamagedCheckpointError,
+    Index,
+    ParameterEntry,
+    listed,
+)
 from infinity.checkpoint.parts import (
     check_buffers,
-    check_files,
     check_settings,
-    listed,
     load_buffers,
     read_extra,
     restore_settings,
 )
+from infinity.checkpoint.pending import load_gradients
+from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.rng import restore_rng_state
-from infinity.checkpoint.tensor_file import TensorFileReader
-from infinity.checkpoint.tiers import CHECKPOINT_STEP, Span, Tiers, Values
+from infinity.checkpoint.save import Beside
+from infinity.checkpoint.series import candidates
+from infinity.checkpoint.tiers import CHECKPOINT_STEP, Tiers, Values
 from infinity.errors import CheckpointError
 from infinity.groups import FlatGroup
 from infinity.iteration import Iteration
@@ -37,45 +45,72 @@ from infinity.optim.splitmaster import split_master
 from infinity.runtime import Runtime
 from infinity.updates import Updates
 
+_log = logging.getLogger(__name__)
+
 
 def load_checkpoint(
-    runtime: Runtime, updates: Updates, iteration: Iteration, folder: Path, optimizer: torch.optim.Optimizer | None
+    runtime: Runtime, updates: Updates, iteration: Iteration, path: Path, beside: Beside
 ) -> dict[str, Any]:
     """Replace the whole state of an engine; see `Engine.load`."""
-    index = read_index(folder)
-    extra = _check(runtime, index, folder, optimizer)
-    updates.settle("loading")
-    iteration.reset()
-    refuse_gathered(runtime)
-    with updates.consistency.replacing(f"loading {folder}"):
-        stand_still(runtime)
-        with Tiers(runtime) as tiers, _Source(folder, index) as source:
-            for group in runtime.groups:
-                _load_group(runtime, tiers, group, source)
-        load_buffers(runtime.model, folder)
-        go_on(runtime)
-    if optimizer is not None:
-        restore_settings(index.optimizer, optimizer)
-    restore_rng_state(index.rng)
-    return extra
+    runtime.saver.settle()  # one of them may be what is to be loaded
+    first: DamagedCheckpointError | None = None
+    found = candidates(path)
+    for folder in found:
+        try:
+            return _load(runtime, updates, iteration, folder, beside)
+        except DamagedCheckpointError as error:
+            first = first or error
+            if folder != found[-1]:
+                _log.warning("%s. The checkpoint before it is tried: %s", error, found[found.index(folder) + 1])
+    if first is None or len(found) == 1:
+        raise first or CheckpointError(f"there is no checkpoint at {path}")
+    raise CheckpointError(f"no checkpoint of {path} can be loaded, of {len(found)}; the latest: {first}") from first
+
+
+def _load(
+    runtime: Runtime, updates: Updates, iteration: Iteration, folder: Path, beside: Beside
+) -> dict[str, Any]:
+    with CheckpointReader(folder) as checkpoint:
+        content = _check(runtime, checkpoint, beside)
+        updates.settle("loading")
+        iteration.reset()
+        refuse_gathered(runtime)
+        with updates.consistency.replacing(f"loading {folder}"):
+            stand_still(runtime)
+            with Tiers(runtime) as tiers:
+                for group in runtime.groups:
+                    _load_group(runtime, tiers, group, checkpoint)
+            load_buffers(runtime.model, folder)
+            go_on(runtime)
+        load_gradients(runtime, updates, checkpoint)
+        if beside.optimizer is not None:
+            restore_settings(checkpoint.index.optimizer, beside.optimizer)
+        for thing, state in ((beside.scheduler, content["scheduler"]), (beside.scaler, content["scaler"])):
+            if thing is not None:
+                thing.load_state_dict(state)
+        restore_rng_state(checkpoint.index.rng[0])
+        extra: dict[str, Any] = content["extra"]
+        return extra
 
 
 # Checks: nothing has been changed yet ------------------------------------------------------------------------------
 
 
-def _check(
-    runtime: Runtime, index: Index, folder: Path, optimizer: torch.optim.Optimizer | None
-) -> dict[str, Any]:
+def _check(runtime: Runtime, checkpoint: CheckpointReader, beside: Beside) -> dict[str, Any]:
+    index, folder = checkpoint.index, checkpoint.folder
     wanted = {slot.name: (group, slot) for group in runtime.groups for slot in group.layout.slots}
     _check_names(folder, wanted.keys(), index)
     for name, (group, slot) in wanted.items():
         _check_parameter(folder, group, slot, index.parameters[name], runtime.kernel.moments)
-    check_files(folder, index)
+    checkpoint.check_structure()
     check_buffers(runtime.model, folder, index)
-    _check_tensors(folder, index)
-    if optimizer is not None:
-        check_settings(index.optimizer, optimizer, runtime.groups)
-    return read_extra(folder)
+    if beside.optimizer is not None:
+        check_settings(index.optimizer, beside.optimizer, runtime.groups)
+    content = read_extra(folder)
+    for name, thing in (("scheduler", beside.scheduler), ("scaler", beside.scaler)):
+        if thing is not None and content.get(name) is None:
+            raise CheckpointError(f"{folder} was saved without a {name}; load it without one")
+    return {"extra": {}, "scheduler": None, "scaler": None, **content}
 
 
 def _check_names(folder: Path, wanted: Iterable[str], index: Index) -> None:
@@ -102,33 +137,16 @@ def _check_parameter(
             f"{folder}: {slot.name!r} is {entry.dtype} there and {group.shard_dtype} here, and only floating-point "
             "numbers are converted; build the model it was saved from"
         )
-    kinds = {PARAMETER, *moments} if entry.step else {PARAMETER}
-    if entry.checksums.keys() != kinds and group.trainable:
+    if entry.moments != (set(moments) if entry.step else set()) and group.trainable:
         raise CheckpointError(
-            f"{folder} has {listed(sorted(entry.checksums.keys() - {PARAMETER})) or 'no state'} of {slot.name!r}, but "
+            f"{folder} has {listed(sorted(entry.moments)) or 'no state'} of {slot.name!r}, but "
             f"the optimizer here keeps {listed(moments) or 'none'}; build the optimizer that it was saved with"
         )
-    if entry.step and not group.trainable:
+    if (entry.step or GRADIENT in entry.tensors) and not group.trainable:
         raise CheckpointError(
             f"{folder}: {slot.name!r} was trained there and is frozen here, so its optimizer state would be lost; "
             "freeze it after loading in a run of its own, or build the model as it was"
         )
-
-
-def _check_tensors(folder: Path, index: Index) -> None:
-    """Refuse files that do not hold what the index says they do."""
-    by_file: dict[str, list[str]] = {}
-    for name, entry in index.parameters.items():
-        by_file.setdefault(entry.file, []).append(name)
-    for file, names in by_file.items():
-        with TensorFileReader(folder / file) as reader:
-            for name in names:
-                entry = index.parameters[name]
-                for kind in entry.checksums:
-                    dtype = getattr(torch, entry.dtype) if kind == PARAMETER else torch.float32
-                    span = reader.spans.get(tensor_key(kind, name))
-                    if span is None or span.shape != entry.shape or span.dtype is not dtype:
-                        raise damaged(folder / file, f"{kind} of {name!r} is not what the index says")
 
 
 def refuse_gathered(runtime: Runtime) -> None:
@@ -159,83 +177,43 @@ def go_on(runtime: Runtime) -> None:
     runtime.io.post(runtime.read_ahead.read_kept, CHECKPOINT_STEP)
 
 
-class _Source:
-    """The tensors of a checkpoint, piece by piece and in order; one file open at a time."""
-
-    def __init__(self, folder: Path, index: Index) -> None:
-        self._folder = folder
-        self._parameters: Mapping[str, ParameterEntry] = index.parameters
-        self._file = ""
-        self._reader: TensorFileReader | None = None
-        self._hashers: dict[str, xxhash.xxh3_64] = {}
-
-    def entry(self, name: str) -> ParameterEntry:
-        return self._parameters[name]
-
-    def read(self, kind: str, slot: Slot, start: int, into: torch.Tensor) -> None:
-        """Fill `into` with elements of a tensor from `start` on, converting; the whole tensor's checksum is checked."""
-        entry = self._parameters[slot.name]
-        dtype = getattr(torch, entry.dtype) if kind == PARAMETER else torch.float32
-        piece = into if into.dtype is dtype else torch.empty(into.numel(), dtype=dtype)
-        key = tensor_key(kind, slot.name)
-        hasher = self._hashers.setdefault(key, xxhash.xxh3_64())
-        hasher.update(self._open(entry.file).read(key, start, piece))
-        if piece is not into:
-            into.copy_(piece)
-        if start + into.numel() == slot.numel:
-            found = self._hashers.pop(key).hexdigest()
-            if found != entry.checksums[kind]:
-                raise damaged(self._folder / entry.file, f"the checksum of {kind} of {slot.name!r} is wrong")
-
-    def _open(self, file: str) -> TensorFileReader:
-        if self._reader is None or self._file != file:
-            self.close()
-            self._reader, self._file = TensorFileReader(self._folder / file), file
-        return self._reader
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        self.close()
-
-
-def _load_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, source: _Source) -> None:
+def _load_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, checkpoint: CheckpointReader) -> None:
     state = runtime.states.get(group.index)
-    steps = [source.entry(slot.name).step for slot in group.layout.slots]
+    steps = [checkpoint.entry(slot.name).step for slot in group.layout.slots]
     for span in tiers.spans(group):
         values = tiers.blank(span)
-        _fill(values, runtime.kernel.moments, steps, source)
         if span.record is not None:
             # State that is zero need not be written: records are born zero. Low halves are rarely all zero.
             used = any(steps[piece.slot] for piece in span.record.chunk.pieces)
             completes_master = len(runtime.kernel.fields) > len(runtime.kernel.moments)
             span.record.is_initialised = used or completes_master
+        _fill(values, runtime.kernel.moments, steps, checkpoint)
         tiers.write(values, state=span.record is not None and span.record.is_initialised)
+    for span in tiers.copied_spans(group):
+        values = tiers.blank(span)
+        _fill(values, (), steps, checkpoint)
+        tiers.write(values, state=False)
     if state is not None:
         state.steps[:] = steps
 
 
-def _fill(values: Values, moments: Sequence[str], steps: list[int], source: _Source) -> None:
-    span: Span = values.span
+def _fill(values: Values, moments: Sequence[str], steps: list[int], checkpoint: CheckpointReader) -> None:
+    span, group = values.span, values.span.group
     low, whole = values.state.get("low"), values.state.get("master")
     # See [Note: precisions meet in the master].
-    master = whole if whole is not None else values.param if low is None else torch.zeros(span.numel)
+    is_split = group.trainable and group.shard_dtype is torch.bfloat16
+    master = whole if whole is not None else torch.zeros(span.numel) if is_split else values.param
     with torch.no_grad():
         for number, first, last, start in span.pieces():
-            slot = span.group.layout.slots[number]
-            source.read(PARAMETER, slot, start, master[first:last])
+            slot = group.layout.slots[number]
+            checkpoint.read(slot.name, PARAMETER, start, master[first:last])
             if steps[number]:
                 for moment in moments:
-                    source.read(moment, slot, start, values.state[moment][first:last])
-        if low is not None:
+                    checkpoint.read(slot.name, moment, start, values.state[moment][first:last])
+        if is_split:
             high, rest = split_master(master)
             values.param.copy_(high)
-            low.copy_(rest)
+            if low is not None:
+                low.copy_(rest)
         if whole is not None:
             values.param.copy_(whole)

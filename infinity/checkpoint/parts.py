@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.format import BUFFERS_FILE, EXTRA_FILE, Index, OptimizerEntry, checksum_of_file, damaged
+from infinity.checkpoint.format import BUFFERS_FILE, EXTRA_FILE, Index, OptimizerEntry, damaged, listed
 from infinity.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
 from infinity.errors import CheckpointError, ConfigError
 from infinity.groups import FlatGroup
@@ -89,14 +89,20 @@ def restore_settings(entries: list[OptimizerEntry] | None, optimizer: torch.opti
 # Buffers ---------------------------------------------------------------------------------------------------------
 
 
-def save_buffers(model: nn.Module, folder: Path) -> None:
-    """Write the persistent buffers; no file if there are none."""
-    buffers = persistent_buffers(model)
+def copy_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the persistent buffers, on the CPU."""
+    return {
+        name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in persistent_buffers(model).items()
+    }
+
+
+def save_buffers(buffers: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write copied buffers; no file if there are none."""
     if not buffers:
         return
     with TensorFileWriter(folder / BUFFERS_FILE, {name: (b.dtype, b.shape) for name, b in buffers.items()}) as file:
         for name, buffer in buffers.items():
-            file.append(name, buffer.detach().cpu().contiguous().reshape(-1))
+            file.append(name, buffer.reshape(-1))
         file.finish()
 
 
@@ -174,24 +180,3 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def check_files(folder: Path, index: Index) -> None:
-    """Refuse small files that are missing or not what was written."""
-    for name, expected in index.files.items():
-        path = folder / name
-        try:
-            found = checksum_of_file(path)
-        except FileNotFoundError as error:
-            raise damaged(path, "the file is missing") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        if found != expected:
-            raise damaged(path, "its checksum is wrong")
-
-
-def listed(names: Iterable[str], most: int = 5) -> str:
-    """Names for a message, not more than a few."""
-    chosen = list(names)
-    shown = ", ".join(map(repr, chosen[:most]))
-    return shown + (f" and {len(chosen) - most} more" if len(chosen) > most else "")

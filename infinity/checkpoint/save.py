@@ -1,106 +1,172 @@
-"""Saving: group by group out of the tiers, into a folder that appears when it is complete."""
+"""Saving: what is there is captured, then written behind training or while the caller waits.
+
+[Note: what a save costs] Capturing waits until the updates so far have landed in the swap files, and takes note
+of where everything lies. Writing shares blocks where the file system can and copies inside the kernel where not;
+nothing is converted, and nothing passes through the budgets. Training that goes on meanwhile writes elsewhere, so the
+swap files need room for what a step rewrites once more, as long as a save is under way.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from infinity.checkpoint.capture import capture_group
 from infinity.checkpoint.folder import replaced_folder
 from infinity.checkpoint.format import (
     BUFFERS_FILE,
     EXTRA_FILE,
     INDEX_FILE,
-    PARAMETER,
+    FileEntry,
     Index,
+    OptimizerEntry,
     ParameterEntry,
     checksum_of_file,
-    group_file,
-    tensor_key,
+    merged,
 )
-from infinity.checkpoint.parts import optimizer_entries, pack_extra, save_buffers, write_synced
+from infinity.checkpoint.parts import copy_buffers, optimizer_entries, pack_extra, save_buffers, write_synced
+from infinity.checkpoint.pending import save_gradients
 from infinity.checkpoint.rng import rng_state
-from infinity.checkpoint.tensor_file import TensorFileWriter
-from infinity.checkpoint.tiers import Tiers, Values
-from infinity.groups import FlatGroup
-from infinity.optim.splitmaster import join_master
+from infinity.checkpoint.saver import CapturedSave
+from infinity.checkpoint.series import Keep, check_keep, note_saved
+from infinity.checkpoint.shard_file import ShardFile
 from infinity.runtime import Runtime
 from infinity.updates import Updates
+from storage.versioned import VersionedStore
+
+_log = logging.getLogger(__name__)
+
+
+class Stateful(Protocol):
+    """A scheduler, a loss scaler, or anything else that gives its state as a dictionary."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What is saved beside the model: see `Engine.save`."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    extra: Mapping[str, Any] | None = None
+
+    def pack(self) -> bytes:
+        """All but the optimizer as bytes. Raises CheckpointError for what cannot be read again."""
+        content: dict[str, Any] = {"extra": dict(self.extra or {})}
+        content["scheduler"] = None if self.scheduler is None else self.scheduler.state_dict()
+        content["scaler"] = None if self.scaler is None else self.scaler.state_dict()
+        return pack_extra(content)
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """What else a checkpoint holds, as of the moment it was asked for."""
+
+    packed: bytes
+    buffers: Mapping[str, torch.Tensor]
+    optimizer: list[OptimizerEntry] | None
+    rng: dict[str, Any]
+    step: int
+    precision: str
+    parameters: Mapping[str, ParameterEntry]
+    files: dict[str, FileEntry] = field(default_factory=dict)
 
 
 def save_checkpoint(
-    runtime: Runtime,
-    updates: Updates,
-    path: Path,
-    optimizer: torch.optim.Optimizer | None,
-    extra: Mapping[str, Any] | None,
+    runtime: Runtime, updates: Updates, path: Path, beside: Beside, *, keep: Keep = None, wait: bool = True
 ) -> None:
     """Write everything a run needs to go on; see `Engine.save`."""
+    check_keep(keep)
+    path = Path(path).absolute()
+    runtime.saver.raise_failure()
+    runtime.saver.make_room(path)
     updates.consistency.check()
+    updates.gradients.refuse_adjusted("saving")
     updates.settle("saving")
-    packed = pack_extra(extra)
-    entries = optimizer_entries(optimizer, runtime.groups) if optimizer is not None else None
-    with replaced_folder(path, lambda there: (there / INDEX_FILE).exists()) as folder:
-        parameters: dict[str, ParameterEntry] = {}
-        with Tiers(runtime) as tiers:
-            for number, group in enumerate(runtime.groups):
-                parameters |= _save_group(runtime, tiers, group, folder / group_file(number))
-        save_buffers(runtime.model, folder)
-        write_synced(folder / EXTRA_FILE, packed)
-        small = [name for name in (BUFFERS_FILE, EXTRA_FILE) if (folder / name).exists()]
-        index = Index(
+    save = _capture(runtime, path, beside, keep)
+    if wait or not _has_room(runtime, save):
+        runtime.saver.write(save)
+    else:
+        runtime.saver.begin(save)
+
+
+def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> CapturedSave:
+    packed = beside.pack()
+    entries = optimizer_entries(beside.optimizer, runtime.groups) if beside.optimizer is not None else None
+    with ExitStack() as stack:
+        if keep is not None:
+            stack.push(partial(_note, path, keep))
+        folder = stack.enter_context(replaced_folder(path, lambda there: (there / INDEX_FILE).exists()))
+        files = [capture_group(runtime, group) for group in runtime.groups]
+        parameters, pending = save_gradients(runtime, folder, merged([file.entries for file in files]))
+        small = _Small(
+            packed=packed,
+            buffers=copy_buffers(runtime.model),
+            optimizer=entries,
+            rng=rng_state(),
             step=max((step for state in runtime.states.values() for step in state.steps), default=0),
             precision=runtime.config.precision.value,
             parameters=parameters,
-            optimizer=entries,
-            rng=rng_state(),
-            files={name: checksum_of_file(folder / name) for name in small},
-            written_by={"torch": str(torch.__version__)},
+            files=pending,
         )
-        write_synced(folder / INDEX_FILE, index.to_text().encode())
+        files = [file for file in files if file.parts]
+        held = None
+        if runtime.store is not None:
+            held = runtime.store.hold(sorted(set[str]().union(*map(ShardFile.stored_keys, files))))
+            stack.callback(held.close)
+        return CapturedSave(path, folder, files, held, partial(_finish, folder, small), stack.pop_all())
 
 
-def _save_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, path: Path) -> dict[str, ParameterEntry]:
-    """Stream one group into its file; what the index says about its parameters."""
-    state = runtime.states.get(group.index)
-    moments = runtime.kernel.moments
-    steps = state.steps if state is not None else [0] * len(group.layout.slots)
-    dtype = torch.float32 if group.trainable else group.shard_dtype
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for slot, step in zip(group.layout.slots, steps, strict=True):
-        tensors[tensor_key(PARAMETER, slot.name)] = dtype, slot.shape
-        if step:
-            tensors |= {tensor_key(moment, slot.name): (torch.float32, slot.shape) for moment in moments}
-    with TensorFileWriter(path, tensors) as file:
-        for span in tiers.spans(group):
-            values = tiers.read(span)
-            master = master_of(values)
-            for number, first, last, _ in span.pieces():
-                name = group.layout.slots[number].name
-                file.append(tensor_key(PARAMETER, name), master[first:last])
-                if steps[number]:
-                    for moment in moments:
-                        file.append(tensor_key(moment, name), values.state[moment][first:last])
-        checksums = file.finish()
-    entries = {}
-    for slot, step in zip(group.layout.slots, steps, strict=True):
-        kinds = (PARAMETER, *moments) if step else (PARAMETER,)
-        entries[slot.name] = ParameterEntry(
-            file=path.name,
-            shape=slot.shape,
-            dtype=str(dtype).removeprefix("torch."),
-            trains=group.trainable,
-            step=step,
-            checksums={kind: checksums[tensor_key(kind, slot.name)] for kind in kinds},
+def _note(path: Path, keep: Keep, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    """The folder is in its place, if there is no error."""
+    if kind is None:
+        note_saved(path, keep)
+
+
+def _finish(folder: Path, small: _Small, files: Mapping[str, FileEntry]) -> None:
+    """Write what is small, and the index last."""
+    save_buffers(small.buffers, folder)
+    write_synced(folder / EXTRA_FILE, small.packed)
+    others = {
+        name: FileEntry((folder / name).stat().st_size, checksum_of_file(folder / name))
+        for name in (BUFFERS_FILE, EXTRA_FILE)
+        if (folder / name).exists()
+    }
+    index = Index(
+        step=small.step,
+        precision=small.precision,
+        parameters=dict(small.parameters),
+        optimizer=small.optimizer,
+        rng=[small.rng],
+        files={**files, **small.files, **others},
+        written_by={"torch": str(torch.__version__)},
+    )
+    write_synced(folder / INDEX_FILE, index.to_text().encode())
+
+
+def _has_room(runtime: Runtime, save: CapturedSave) -> bool:
+    """Whether training may go on while a save holds bytes of the swap files, which are then written elsewhere."""
+    store = runtime.store
+    if store is None:
+        return True
+    times = 2 if isinstance(store, VersionedStore) else 1  # a step writes elsewhere anyway, until it is committed
+    needed = times * (save.held_nbytes + runtime.saver.held_nbytes)
+    room = store.room_nbytes
+    if room < needed:
+        _log.warning(
+            "saving %s holds up training: a save behind it needs %d bytes more of swap space, and there are %d. Free "
+            "space in nvme.paths, or raise nvme.budget",
+            *(save.path, needed, room),
         )
-    return entries
-
-
-def master_of(values: Values) -> torch.Tensor:
-    """The parameters of a span as they are stored in checkpoints: the fp32 master of what trains."""
-    low, whole = values.state.get("low"), values.state.get("master")
-    if whole is not None:
-        return whole
-    return values.param if low is None else join_master(values.param, low)
+    return room >= needed

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import damaged
 from infinity.errors import CheckpointError
+from storage.copying import write_all
 
 _CODES = {
     torch.float64: "F64",
@@ -63,12 +64,12 @@ class TensorFileWriter:
     """Writes tensors piece by piece; the pieces of one tensor come in order. Close it, then take the checksums."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
-        header, self._spans = _lay_out(tensors)
+        header, self._spans = lay_out(tensors)
         self._ends = {name: span.offset for name, span in self._spans.items()}
         self._hashers = {name: xxhash.xxh3_64() for name in tensors}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            _write_all(self._fd, memoryview(header), 0)
+            write_all(self._fd, memoryview(header), 0)
         except BaseException:
             self.close()
             raise
@@ -78,7 +79,7 @@ class TensorFileWriter:
         if piece.numel() == 0:
             return
         data = bytes_of(piece)
-        _write_all(self._fd, data, self._ends[name])
+        write_all(self._fd, data, self._ends[name])
         self._hashers[name].update(data)
         self._ends[name] += data.nbytes
 
@@ -105,8 +106,10 @@ class TensorFileWriter:
         self.close()
 
 
-def _lay_out(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, TensorSpan]]:
-    """The header, and where every tensor will lie in the file."""
+def lay_out(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], *, align_nbytes: int = _ALIGN_NBYTES
+) -> tuple[bytes, dict[str, TensorSpan]]:
+    """The header, and where every tensor will lie in the file: the first one at a multiple of `align_nbytes`."""
     entries: dict[str, Any] = {}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -116,19 +119,13 @@ def _lay_out(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> tuple[
         entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % _ALIGN_NBYTES)
+    text += b" " * (-(8 + len(text)) % align_nbytes)
     start = 8 + len(text)
     spans = {
         name: TensorSpan(dtype, tuple(shape), start + entries[name]["data_offsets"][0])
         for name, (dtype, shape) in tensors.items()
     }
     return struct.pack("<Q", len(text)) + text, spans
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
 
 
 class TensorFileReader:
@@ -143,7 +140,7 @@ class TensorFileReader:
         try:
             # The library checks that the header is sound and that the file has exactly the bytes it promises.
             with safe_open(path, framework="pt"):
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise damaged(path, "the file is missing") from error
         except SafetensorError as error:
@@ -157,8 +154,8 @@ class TensorFileReader:
             raise
 
     def _read_header(self) -> dict[str, TensorSpan]:
-        (length,) = struct.unpack("<Q", os.pread(self._fd, 8, 0))
-        entries = json.loads(os.pread(self._fd, length, 8))
+        (length,) = struct.unpack("<Q", os.pread(self.fd, 8, 0))
+        entries = json.loads(os.pread(self.fd, length, 8))
         spans = {}
         for name, entry in entries.items():
             if name == "__metadata__":
@@ -175,7 +172,7 @@ class TensorFileReader:
         data = bytes_of(into)
         offset, left = span.offset + start * span.dtype.itemsize, data
         while left:
-            count = os.preadv(self._fd, [left], offset)
+            count = os.preadv(self.fd, [left], offset)
             if count == 0:
                 raise damaged(self._path, f"it ends inside {name}")
             left, offset = left[count:], offset + count
@@ -183,7 +180,7 @@ class TensorFileReader:
 
     def close(self) -> None:
         """Idempotent."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 

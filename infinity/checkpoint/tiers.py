@@ -105,13 +105,19 @@ class Tiers:
         self._numel, self._lease = self._take_buffer()
 
     def spans(self, group: FlatGroup) -> Iterator[Span]:
-        """All spans of a group, in order."""
+        """The spans of a group, in order: of what this rank updates, or, of a frozen one, of all that it holds."""
         state = self._runtime.states.get(group.index)
         if state is None:
-            yield from _cut(group, 0, group.layout.numel, self._numel, None)
+            yield from _cut(group, group.param_span.start, group.param_span.stop, self._numel, None)
             return
         for record in state.records:
             yield from _cut(group, record.chunk.start, record.chunk.stop, self._numel, record)
+
+    def copied_spans(self, group: FlatGroup) -> Iterator[Span]:
+        """The spans of a group that trains of which this rank holds the parameters while others update them."""
+        if group.index in self._runtime.states:
+            yield from _cut(group, group.param_span.start, group.state_span.start, self._numel, None)
+            yield from _cut(group, group.state_span.stop, group.param_span.stop, self._numel, None)
 
     def read(self, span: Span, *, param: bool = True) -> Values:
         """The present values; valid until the next span. State that was never updated is as the kernel begins it.
@@ -144,7 +150,7 @@ class Tiers:
     def write(self, values: Values, *, param: bool = True, state: bool = True) -> None:
         """Make the tensors the stored values. Host copies that the read-ahead holds become stale."""
         wanted = {"param": param, "state": state}
-        self._runtime.before_overwrite()
+        self._runtime.before_replacing()
         tickets = []
         for part in values._parts:
             if part.swapped is not None and wanted[part.kind]:
@@ -192,11 +198,12 @@ class Tiers:
 
     def _param(self, span: Span, left: _Carver) -> _Part:
         copy, dtype = self._runtime.copies[span.group.index], span.group.shard_dtype
-        offset = span.start * dtype.itemsize
+        first, last = (place - span.group.param_span.start for place in (span.start, span.stop))
+        offset = first * dtype.itemsize
         if copy.pinned:
-            memory = copy.memory[offset : span.stop * dtype.itemsize]
+            memory = copy.memory[offset : last * dtype.itemsize]
             stored = _Swapped(span.group.key, offset, memory) if copy.is_stored else None
-            return _Part("param", copy.tensor[span.start : span.stop], stored, is_in_place=True)
+            return _Part("param", copy.tensor[first:last], stored, is_in_place=True)
         return _in_buffer("param", span, dtype, left, span.group.key, offset)
 
     def _state(self, span: Span, record: Record, left: _Carver) -> dict[str, _Part]:

@@ -125,6 +125,7 @@ def restore(
     committer = runtime.committer
     if committer is None:
         raise ConfigError("the steps of this engine are not durable")
+    runtime.saver.settle()  # what saves hold of the swap files is let go of
     committer.settle()
     for update in runtime.in_flight:
         runtime.stalls.settle(update.written, StallCause.NVME_WRITE)

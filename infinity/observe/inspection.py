@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.residency import HostCopy
@@ -19,15 +19,17 @@ class Inspection:
         budgets: Mapping[str, TierBudget],
         store: ShardStore | None,
         pipeline: UpdatePipeline,
+        saved: Callable[[], int] = lambda: 0,
     ) -> None:
         self._copies = copies
         self._budgets = budgets
         self._store = store
         self._pipeline = pipeline
+        self._saved = saved  # grows with what checkpoints have written
 
     def progress(self) -> int:
         """Grows with everything that completes; a wait for something stuck looks at it."""
-        return (self._store.progress if self._store is not None else 0) + self._pipeline.chunks_done
+        return (self._store.progress if self._store is not None else 0) + self._pipeline.chunks_done + self._saved()
 
     def report(self) -> str:
         """Where every shard is and what is in flight, for error messages."""

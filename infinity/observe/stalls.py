@@ -30,6 +30,7 @@ class StallCause(StrEnum):
     GRADIENT_READ = "gradient_read"
     LINK = "link"
     COMMIT = "commit"  # the step before is not committed yet, and its bytes are about to be overwritten
+    SAVE = "save"  # a checkpoint is being written
     RANKS = "ranks"  # other ranks are not there yet, or their bytes are on the way
 
 

@@ -89,6 +89,7 @@ class UpdatePipeline:
         budget: bytes of chunk buffers in flight; at least one chunk.
         on_failure: told about the first exception of an update, which is lost then.
         link_timeout_s: longest time that a gradient may take from the device before it counts as stuck.
+        preserve: told, on the optimizer worker, the key of what lies in host memory for good before it changes.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class UpdatePipeline:
         on_failure: Callable[[BaseException], None],
         on_chunk: Callable[[str, float, float], None] | None = None,
         link_timeout_s: float = 60.0,
+        preserve: Callable[[str], None] = lambda key: None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -113,6 +115,7 @@ class UpdatePipeline:
         self._on_failure = on_failure
         self._on_chunk = on_chunk
         self._link_timeout_s = link_timeout_s
+        self._preserve = preserve
         self._tasks: set[asyncio.Task[None]] = set()
         self.chunks_done = 0
 
@@ -221,6 +224,10 @@ class UpdatePipeline:
         self._wait_gradient(update)
         started_s = time.perf_counter()
         record, chunk, group = run.record, run.record.chunk, update.state.group
+        if record.lease is not None:
+            self._preserve(record.key)
+        if update.copy.pinned:
+            self._preserve(group.key)
         memory = record.lease.memory if record.lease is not None else buffers.record
         state = record.views(memory)
         if buffers.has_param:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.reader import CheckpointReader
 from tests.resume import CASES, Remembering, Run
 from tests.zoo import Frozen, Net, OddNet, Skipping, batch, build, loss_of
 
@@ -40,8 +40,13 @@ def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, read by the safetensors library."""
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    """Every tensor of a checkpoint, as it reads."""
+    with CheckpointReader(folder) as checkpoint:
+        return {
+            f"{kind}/{name}": checkpoint.tensor(name, kind)
+            for name, entry in checkpoint.index.parameters.items()
+            for kind in entry.tensors
+        }
 
 
 def _process(folder: Path, first: int, last: int) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def _change(path: Path, change: Callable[[bytearray], object]) -> None:
     path.write_bytes(data)
 
 
-def _flip(data: bytearray) -> None:
-    data[-5] ^= 1
+def _flip(data: bytearray, place: int = -5) -> None:
+    data[place] ^= 1
 
 
 def _rewrite_index(folder: Path, **changes: Any) -> None:
@@ -62,18 +62,22 @@ def _remove(folder: Path, name: str) -> None:
     (folder / name).unlink()
 
 
-_GROUP = "group-00001.safetensors"
+_GROUP = "group-00001.rank0.safetensors"
 _DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda f: f.rename(f.with_name("moved")), "nothing is there"),
     "no index": (lambda f: _remove(f, "checkpoint.json"), "checkpoint.json is missing"),
     "cut index": (lambda f: _change(f / "checkpoint.json", lambda d: d.pop()), "is damaged: it is not JSON"),
     "changed index": (lambda f: _rewrite_index(f, step=7), "its checksum is wrong"),
     "foreign index": (lambda f: (f / "checkpoint.json").write_text("{}"), "does not belong to a checkpoint"),
-    "version": (lambda f: _rewrite_index(f, version=2), "version 2, this infinity reads version 1"),
+    "version": (lambda f: _rewrite_index(f, version=1), "version 1, this infinity reads version 2"),
     "no file": (lambda f: _remove(f, _GROUP), f"{_GROUP} is damaged: the file is missing"),
-    "cut file": (lambda f: _change(f / _GROUP, lambda d: d.pop()), f"{_GROUP} is damaged"),
-    "empty file": (lambda f: _change(f / _GROUP, lambda d: d.clear()), f"{_GROUP} is damaged"),
-    "other file": (lambda f: (f / "group-00002.safetensors").rename(f / _GROUP), "is not what the index says"),
+    "cut file": (lambda f: _change(f / _GROUP, lambda d: d.pop()), f"{_GROUP} is damaged: it is truncated"),
+    "empty file": (lambda f: _change(f / _GROUP, lambda d: d.clear()), f"{_GROUP} is damaged: it is truncated: 0 "),
+    "longer file": (lambda f: _change(f / _GROUP, lambda d: d.append(0)), f"{_GROUP} is damaged: it is too long"),
+    "header": (lambda f: _change(f / _GROUP, lambda d: _flip(d, 10)), "the checksum of its header is wrong"),
+    "header length": (lambda f: _change(f / _GROUP, lambda d: _flip(d, 6)), f"{_GROUP} is damaged: .*[Hh]eader"),
+    "digests": (lambda f: _change(f / _GROUP, lambda d: _flip(d, -5)), "the checksum of its digests is wrong"),
+    "other file": (lambda f: (f / "group-00002.rank0.safetensors").rename(f / _GROUP), "checksum of its digests"),
     "no extra": (lambda f: _remove(f, "extra.pt"), "extra.pt is damaged: the file is missing"),
     "changed extra": (lambda f: _change(f / "extra.pt", _flip), "extra.pt is damaged: its checksum is wrong"),
 }
@@ -93,8 +97,8 @@ def test_what_cannot_be_loaded_changes_nothing(run: Run, saved: Path, name: str)
 def test_a_flipped_bit_is_noticed_and_a_good_checkpoint_heals(run: Run, saved: Path, tmp_path: Path) -> None:
     run.save(tmp_path / "good")
     losses = run.train(2, 4)
-    _change(saved / _GROUP, _flip)
-    with pytest.raises(infinity.CheckpointError, match=r"the checksum of \w+ of 'blocks\.\S+' is wrong"):
+    _change(saved / _GROUP, lambda data: _flip(data, 4096 + 400))
+    with pytest.raises(infinity.CheckpointError, match=r"is damaged: bytes \d+ to \d+ of 'param' have the wrong check"):
         run.load(saved)
     with pytest.raises(infinity.IterationError, match="failed half-way"):
         run.train(2, 3)
@@ -140,7 +144,8 @@ def test_another_optimizer_is_refused(run: Run, offload: MakeEngine, saved: Path
     optimizer = infinity.AdamW([{"params": [first]}, {"params": rest}], lr=1e-3)
     with pytest.raises(infinity.CheckpointError, match="has 2 parameter groups, the one of the checkpoint 1"):
         engine.load(saved, optimizer=optimizer)
-    run.engine.save(saved)
+    untrained = offload(Net())
+    untrained.save(saved)
     with pytest.raises(infinity.CheckpointError, match="saved without an optimizer"):
         engine.load(saved, optimizer=optimizer)
     with pytest.raises(infinity.ConfigError, match="not offloaded by this engine"):

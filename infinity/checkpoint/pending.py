@@ -1,0 +1,68 @@
+"""Gradients that no step has used: a checkpoint between `backward()` and `step()` holds them too.
+
+They are written while the caller waits, because the next backward adds to them where they are. Their memory is that of
+the sink; none of them is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from infinity.checkpoint.format import GRADIENT, FileEntry, ParameterEntry, Piece, gradients_file
+from infinity.checkpoint.part_file import PartFileWriter
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.tensor_file import bytes_of
+from infinity.gradients import GRAD_DTYPE, GroupGradient
+from infinity.layout import FlatSpan
+from infinity.runtime import Runtime
+from infinity.updates import Updates
+
+
+def save_gradients(
+    runtime: Runtime, folder: Path, parameters: Mapping[str, ParameterEntry], rank: int = 0
+) -> tuple[dict[str, ParameterEntry], dict[str, FileEntry]]:
+    """Write the gradients that wait; what the index says about the parameters and about the file, if there is one."""
+    entries, name = dict(parameters), gradients_file(rank)
+    waiting = [
+        (group, slot, _span(group.layout.slots[slot].offset, group.layout.slots[slot].stop, group.span_of(rank)))
+        for group in runtime.sink.pending()
+        for slot in range(len(group.layout.slots))
+        if runtime.sink.has(group, slot)
+    ]
+    if not waiting:
+        return entries, {}
+    parts = {group.layout.slots[slot].name: (GRAD_DTYPE, (span.numel,)) for group, slot, span in waiting}
+    writer = PartFileWriter(folder / name, parts)
+    for group in {group.index: group for group, _, _ in waiting}.values():
+        with runtime.sink.in_memory(group) as gradient:
+            for owner, slot, span in waiting:
+                if owner is group:
+                    place = group.layout.slots[slot]
+                    writer.write(place.name, bytes_of(_values(gradient, span)))
+                    piece = Piece(span.start - place.offset, span.numel, name, place.name, 0)
+                    entry = entries[place.name]
+                    pieces = (piece,) if span.numel else ()
+                    entries[place.name] = replace(entry, tensors={**entry.tensors, GRADIENT: pieces})
+    return entries, {name: writer.finish()}
+
+
+def load_gradients(runtime: Runtime, updates: Updates, checkpoint: CheckpointReader) -> None:
+    """Make the gradients of a checkpoint those that wait."""
+    for group in runtime.groups:
+        for number, slot in enumerate(group.layout.slots):
+            if GRADIENT in checkpoint.entry(slot.name).tensors:
+                updates.gradients.set_gradient(group, number, checkpoint.tensor(slot.name, GRADIENT))
+
+
+def _span(start: int, stop: int, within: FlatSpan) -> FlatSpan:
+    first = min(max(start, within.start), within.stop)
+    return FlatSpan(first, max(min(stop, within.stop), first))
+
+
+def _values(gradient: GroupGradient, span: FlatSpan) -> torch.Tensor:
+    start = gradient.group.grad_span.start
+    return gradient.tensor[span.start - start : span.stop - start]

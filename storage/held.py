@@ -1,0 +1,101 @@
+"""Keys of a store as they were at one moment, kept for whoever copies them while the store goes on.
+
+The bytes stay where they are: `HeldKey.ranges` says in which files and at which offsets, `HeldKey.digests` what they
+hash to. Nothing is read until somebody copies them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from storage.checksums import BlockState
+from storage.stripes import Piece, overlap
+from storage.transfer import StoredKey
+from storage.types import Op
+
+
+@dataclass(frozen=True, slots=True)
+class HeldKey:
+    """One key.
+
+    Attributes:
+        pieces: where its bytes lie.
+        digests: by number, the xxh3 of those of its blocks (`storage.checksums.BLOCK_NBYTES`) that were written whole.
+    """
+
+    key: str
+    nbytes: int
+    pieces: Sequence[Piece]
+    digests: Mapping[int, int]
+
+    @classmethod
+    def of(cls, key: str, entry: StoredKey) -> HeldKey:
+        """The present state of a key; called under its store's lock.
+
+        Raises:
+            ValueError: a write is in flight.
+            StorageError: the last write failed.
+        """
+        if any(operation.op is Op.WRITE for operation in entry.order.operations):
+            raise ValueError(f"key {key!r} cannot be held while it is being written")
+        for _, _, cause in entry.order.lost:
+            raise cause
+        checksums, digests = entry.checksums, dict[int, int]()
+        if checksums is not None:
+            whole = [number for number, state in enumerate(checksums.states) if state == BlockState.WHOLE]
+            digests = {number: checksums.digests[number] for number in whole}
+        return cls(key, entry.nbytes, entry.pieces, digests)
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """Bytes `start` to `stop` of the key as (drive, offset in its file, start in the key, size)."""
+        return [
+            (piece.extent.drive, piece.extent.offset + a - piece.start, a, b - a)
+            for piece, a, b in overlap(self.pieces, start, stop)
+        ]
+
+
+class HeldKeys:
+    """Several keys, held until `close`; a context manager. `close` may be called by any thread, more than once.
+
+    Args:
+        keys: what is held.
+        paths: of the drives' files, by number.
+        let_go: ends the hold.
+    """
+
+    def __init__(self, keys: Mapping[str, HeldKey], paths: Sequence[Path], let_go: Callable[[], None]) -> None:
+        self._closing = ExitStack()
+        self._closing.callback(let_go)
+        self.keys = keys
+        self.fds: list[int] = []
+        try:
+            for path in paths:
+                # Through the page cache and in order: copies are large, and the kernel reads ahead for them.
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._closing.callback(os.close, fd)
+                self.fds.append(fd)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        return sum(key.nbytes for key in self.keys.values())
+
+    def close(self) -> None:
+        """Let go: the bytes may be overwritten. Idempotent."""
+        self._closing.pop_all().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
