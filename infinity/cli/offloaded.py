@@ -30,7 +30,6 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
-from infinity.observe.metrics import metrics_of
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
@@ -151,7 +150,7 @@ def _steps(
 
 def _counters(engine: Engine) -> Counters:
     """The engine's counters as they stand. `engine.metrics()` would wait for writes, which overlap the next step."""
-    return metrics_of(engine._runtime)
+    return engine.counters()
 
 
 @contextmanager

@@ -1,0 +1,225 @@
+"""The counters of a run, step by step, to files and to the loggers that people have.
+
+    log = MetricsLog(engine, ["run.jsonl", TensorBoard(SummaryWriter("runs/1"))])
+    ...
+    optimizer.step()
+    log.step(loss=loss.item())
+
+What the names mean is in docs/metrics.md. A step costs one read of the counters, which waits for nothing, and one row
+for each sink.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+from infinity.errors import ConfigError
+
+Values = Mapping[str, float]
+_RATES = {
+    "step/nvme_read_bytes_per_s": "nvme/read_bytes",
+    "step/nvme_write_bytes_per_s": "nvme/write_bytes",
+}
+
+
+class Counted(Protocol):
+    """What is logged: an engine."""
+
+    def counters(self) -> dict[str, float]:
+        """All counters as they stand, without waiting."""
+
+
+class Sink(Protocol):
+    """Where rows go. Used by the thread that logs."""
+
+    def write(self, step: int, values: Values) -> None:
+        """One row."""
+
+    def close(self) -> None:
+        """Nothing follows. Idempotent."""
+
+
+class JsonLines:
+    """One object per step and line. Each line is there as soon as it is written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = _opened(Path(path))
+
+    def write(self, step: int, values: Values) -> None:
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Csv:
+    """One line per step under a header; a value that first appears later adds a column to the whole file."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._file = _opened(self._path)
+        self._columns: list[str] = []
+
+    def write(self, step: int, values: Values) -> None:
+        row: dict[str, float] = {"step": step, **values}
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._widen(new)
+        csv.DictWriter(self._file, self._columns, restval="").writerow(row)
+        self._file.flush()
+
+    def _widen(self, new: Sequence[str]) -> None:
+        """Write the file again with more columns, beside the old one until it is complete."""
+        self._file.close()
+        with self._path.open(newline="", encoding="utf-8") as old:
+            rows = list(csv.DictReader(old))
+        self._columns += new
+        beside = self._path.with_name(f"{self._path.name}.new")
+        with beside.open("w", newline="", encoding="utf-8") as wider:
+            writer = csv.DictWriter(wider, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(beside, self._path)
+        self._file = self._path.open("a", newline="", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ScalarWriter(Protocol):
+    """What TensorBoard's `SummaryWriter` (and those made after it) has."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """One value."""
+
+
+class TensorBoard:
+    """Rows become scalars of a `SummaryWriter`, which stays the caller's to close."""
+
+    def __init__(self, writer: ScalarWriter) -> None:
+        self._writer = writer
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        pass
+
+
+class WandbRun(Protocol):
+    """What a run of Weights & Biases has."""
+
+    def log(self, data: dict[str, float], step: int) -> object:
+        """One row."""
+
+
+class Wandb:
+    """Rows are logged to a run of Weights & Biases (`wandb.init()`), which stays the caller's to finish."""
+
+    def __init__(self, run: WandbRun) -> None:
+        self._run = run
+
+    def write(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        pass
+
+
+class MetricsLog:
+    """Writes a row to every sink after each step, or after every few.
+
+    Args:
+        engine: whose counters are logged.
+        sinks: sinks, or files: `.jsonl`, `.csv`, or `.prom` for Prometheus' node exporter.
+        every: rows are written after this many steps.
+        first_step: number of the first step to come.
+
+    Raises:
+        ConfigError: a file that cannot be written or of another kind.
+    """
+
+    def __init__(
+        self, engine: Counted, sinks: Sequence[Sink | str | Path], *, every: int = 1, first_step: int = 0
+    ) -> None:
+        if every < 1:
+            raise ConfigError(f"every={every}: rows are written after a number of steps, 1 or more")
+        self._engine = engine
+        self._every = every
+        self._step = first_step
+        self._sinks: list[Sink] = []
+        try:
+            for sink in sinks:
+                self._sinks.append(_sink_of(sink) if isinstance(sink, str | Path) else sink)
+        except BaseException:
+            self.close()
+            raise
+        self._before, self._before_s, self._steps_since = engine.counters(), time.perf_counter(), 0
+
+    def step(self, **values: float) -> None:
+        """A step is over.
+
+        Args:
+            values: what the loop knows, for example `loss=loss.item()`.
+        """
+        number, self._step = self._step, self._step + 1
+        self._steps_since += 1
+        if self._steps_since < self._every:
+            return
+        counters, now_s = self._engine.counters(), time.perf_counter()
+        row = {**values, **self._derived(counters, now_s), **counters}
+        row.pop("step", None)  # of this engine; rows are numbered by the run
+        self._before, self._before_s, self._steps_since = counters, now_s, 0
+        for sink in self._sinks:
+            sink.write(number, row)
+
+    def _derived(self, counters: Values, now_s: float) -> dict[str, float]:
+        seconds = now_s - self._before_s
+        row = {"step/seconds": seconds / self._steps_since}
+        for name, counter in _RATES.items():
+            row[name] = (counters.get(counter, 0.0) - self._before.get(counter, 0.0)) / seconds
+        stalled_s = counters.get("stall/total_s", 0.0) - self._before.get("stall/total_s", 0.0)
+        return row | {"step/stall_s": stalled_s / self._steps_since}
+
+    def close(self) -> None:
+        """Close files and servers. Idempotent."""
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sink_of(path: str | Path) -> Sink:
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        return JsonLines(path)
+    if suffix == ".csv":
+        return Csv(path)
+    if suffix == ".prom":
+        from infinity.observe.prometheus import PrometheusFile
+
+        return PrometheusFile(path)
+    raise ConfigError(f"{path}: cannot tell what kind of metrics file this is; allowed: .jsonl, .csv, .prom")
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        return path.open("w", newline="", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error

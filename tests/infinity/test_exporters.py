@@ -1,0 +1,213 @@
+"""Counters of real steps, written to every kind of sink and read back with the tools that people use."""
+
+import csv
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.observe.exporters import Csv, MetricsLog, TensorBoard, Wandb
+from infinity.observe.prometheus import PrometheusFile, PrometheusServer
+
+DOCUMENT = Path(infinity.__file__).parent.parent / "docs" / "metrics.md"
+
+
+class Counting:
+    """Counters that grow as told."""
+
+    def __init__(self) -> None:
+        self.values = {"nvme/read_bytes": 0.0, "stall/total_s": 0.0}
+
+    def counters(self) -> dict[str, float]:
+        return dict(self.values)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[tuple[infinity.Engine, torch.nn.Module, infinity.AdamW]]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    config = infinity.Config(
+        precision="fp32",
+        device={"kind": "cpu", "budget": "1MiB"},
+        host={"budget": "400KiB"},
+        nvme={"paths": [swap]},
+        resident_threshold=0,
+    )
+    with infinity.offload(model, config) as engine:
+        yield engine, model, infinity.AdamW(model.parameters())
+
+
+def train(
+    training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW], log: MetricsLog, steps: int
+) -> list[float]:
+    _, model, optimizer = training
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.ones(2, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        log.step(loss=losses[-1])
+    return losses
+
+
+def test_json_lines_and_csv_hold_every_step(
+    training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW], tmp_path: Path
+) -> None:
+    with MetricsLog(training[0], [tmp_path / "run.jsonl", tmp_path / "run.csv"]) as log:
+        losses = train(training, log, 3)
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == losses
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    with (tmp_path / "run.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [float(row["loss"]) for row in table] == losses
+    assert [float(row["nvme/read_bytes"]) for row in table] == [row["nvme/read_bytes"] for row in rows]
+    assert rows[-1]["nvme/read_bytes"] > rows[0]["nvme/read_bytes"] > 0
+
+
+def test_counters_do_not_wait_and_metrics_do(
+    training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW],
+) -> None:
+    engine = training[0]
+    assert engine.counters().keys() == engine.metrics().keys()
+    engine.close()
+    with pytest.raises(infinity.InfinityError, match="closed"):
+        engine.counters()
+
+
+def test_every_name_is_documented(training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW]) -> None:
+    with MetricsLog(training[0], []) as log:
+        train(training, log, 2)
+    patterns = [
+        re.escape(name)
+        .replace("driveN", r"drive\d+")
+        .replace("CAUSE", "[a-z_]+")
+        .replace("NAME", "[a-z_]+")
+        .replace("KIND", "[a-z_]+")
+        for name in re.findall(r"`([a-z0-9]+(?:/[A-Za-z0-9_/]+)?)`", DOCUMENT.read_text())
+    ]
+    names = training[0].metrics()
+    assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
+    documented = [p for p in patterns if re.match(r"(nvme|host|device|link|stall|readahead|order|optimizer)/", p)]
+    assert [p for p in documented if "per_s" not in p and not any(re.fullmatch(p, name) for name in names)] == []
+
+
+def test_rates_are_of_the_steps_since_the_last_row() -> None:
+    counting = Counting()
+    seen: list[tuple[int, dict[str, float]]] = []
+
+    class Keep:
+        def write(self, step: int, values: dict[str, float]) -> None:
+            seen.append((step, dict(values)))
+
+        def close(self) -> None:
+            pass
+
+    with MetricsLog(counting, [Keep()], every=2, first_step=10) as log:  # type: ignore[list-item]
+        for _ in range(4):
+            counting.values["nvme/read_bytes"] += 500.0
+            counting.values["stall/total_s"] += 0.25
+            log.step()
+    assert [step for step, _ in seen] == [11, 13]
+    for _, row in seen:
+        assert row["step/stall_s"] == 0.25
+        assert row["step/nvme_read_bytes_per_s"] == pytest.approx(1000.0 / (2 * row["step/seconds"]))
+
+
+def test_a_value_that_appears_later_adds_a_column(tmp_path: Path) -> None:
+    sink = Csv(tmp_path / "m.csv")
+    sink.write(0, {"a": 1.0})
+    sink.write(1, {"a": 2.0, "b": 3.0})
+    sink.write(2, {"b": 4.0})
+    sink.close()
+    with (tmp_path / "m.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["a"], row["b"]) for row in rows] == [
+        ("0", "1.0", ""),
+        ("1", "2.0", "3.0"),
+        ("2", "", "4.0"),
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["m.csv"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer, MetricsLog(Counting(), [TensorBoard(writer)]) as log:
+        for loss in (3.0, 2.0):
+            log.step(loss=loss)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 3.0), (1, 2.0)]
+    assert "nvme/read_bytes" in events.Tags()["scalars"]
+
+
+def test_wandb_gets_one_row_a_step() -> None:
+    rows: list[tuple[int, dict[str, float]]] = []
+
+    class Run:
+        def log(self, data: dict[str, float], step: int) -> None:
+            rows.append((step, data))
+
+    with MetricsLog(Counting(), [Wandb(Run())]) as log:
+        log.step(loss=1.0)
+    assert [(step, row["loss"]) for step, row in rows] == [(0, 1.0)]
+
+
+ROW = {"nvme/read_bytes": 5.0, "nvme/drive0/held_bytes": 1.0, "nvme/drive1/held_bytes": 2.0, "stall/link_s": 0.5}
+
+
+def test_prometheus_file_parses(tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    sink = PrometheusFile(tmp_path / "infinity.prom", {"rank": "3"})
+    sink.write(0, {"nvme/read_bytes": 1.0})
+    sink.write(7, ROW)
+    text = (tmp_path / "infinity.prom").read_text()
+    samples = {
+        (sample.name, sample.labels.get("drive"), sample.labels.get("cause")): (sample.value, sample.labels["rank"])
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples == {
+        ("infinity_step", None, None): (7.0, "3"),
+        ("infinity_nvme_read_bytes_total", None, None): (5.0, "3"),
+        ("infinity_drive_held_bytes", "0", None): (1.0, "3"),
+        ("infinity_drive_held_bytes", "1", None): (2.0, "3"),
+        ("infinity_stall_seconds_total", None, "link"): (0.5, "3"),
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["infinity.prom"]
+
+
+def test_prometheus_server_answers_here_and_stops() -> None:
+    server = PrometheusServer()
+    server.write(1, ROW)
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+        assert "infinity_nvme_read_bytes_total 5.0" in answer.read().decode()
+    with pytest.raises(infinity.ConfigError, match="choose another"):
+        PrometheusServer(server.port)
+    server.close()
+    server.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+
+
+def test_bad_files_are_refused_and_what_was_opened_is_closed(tmp_path: Path) -> None:
+    with pytest.raises(infinity.ConfigError, match=r"\.jsonl, \.csv, \.prom"):
+        MetricsLog(Counting(), [tmp_path / "m.txt"])
+    with pytest.raises(infinity.ConfigError, match="cannot be written"):
+        MetricsLog(Counting(), [tmp_path / "good.csv", tmp_path / "none" / "m.csv"])
+    with pytest.raises(infinity.ConfigError, match="no directory"):
+        MetricsLog(Counting(), [tmp_path / "none" / "m.prom"])
+    with pytest.raises(infinity.ConfigError, match="every=0"):
+        MetricsLog(Counting(), [], every=0)
