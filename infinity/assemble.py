@@ -22,6 +22,7 @@ from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.groups import ALONE, FlatGroup, Unit
 from infinity.init import staging_nbytes
 from infinity.layout import Sharding
+from infinity.materialise import FirstValues
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
@@ -38,13 +39,19 @@ _NEED = "a loop may accumulate or clip, which needs all gradients"
 
 
 def assemble(
-    model: nn.Module, config: Config, access: Access, ranks: Ranks | None = None, run: StoredRun | None = None
+    model: nn.Module,
+    config: Config,
+    access: Access,
+    ranks: Ranks | None = None,
+    run: StoredRun | None = None,
+    values: FirstValues | None = None,
 ) -> Runtime:
     """Plan, then allocate. A plan that cannot work is refused before the model is touched or a file is made.
 
     Args:
         ranks: who shares the shards; None with one rank.
         run: what is continued; its chunks stay as they are.
+        values: where the first values come from.
 
     Raises:
         ConfigError, PlacementError, UnsupportedModelError: before anything was changed.
@@ -68,7 +75,8 @@ def assemble(
         sharding = ranks.sharding(config.stage) if ranks is not None else ALONE
         groups, units = _make_groups(specs, config.precision, kernel, device, sharding)
         chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)
-        request = _request(model, config, units, groups, kernel, device, local_size, chunk_nbytes)
+        staging = staging_nbytes(model, units, groups, values)
+        request = _request(config, units, groups, kernel, device, local_size, chunk_nbytes, staging)
         if collectives is not None:
             _refuse_durable_ranks(config)
             request = _with_ranks(request, config, groups, collectives)
@@ -222,7 +230,6 @@ def _refuse_durable_ranks(config: Config) -> None:
 
 
 def _request(
-    model: nn.Module,
     config: Config,
     units: Sequence[Unit],
     groups: Sequence[FlatGroup],
@@ -230,6 +237,7 @@ def _request(
     device: Device,
     local_size: int,
     chunk_nbytes: int | None,
+    initial_nbytes: int,
 ) -> Request:
     if config.schedule is Schedule.OVERLAPPED and config.precision is Precision.FP16:
         raise ConfigError(
@@ -246,6 +254,6 @@ def _request(
         device_budget_nbytes=device.budget.limit_nbytes,
         nvme_budget_nbytes=None if config.nvme.budget is None else config.nvme.budget // local_size,
         chunk_nbytes=chunk_nbytes,
-        staging_nbytes=staging_nbytes(model, groups),
+        staging_nbytes=initial_nbytes,
         is_durable=config.durability is Durability.STEP,
     )

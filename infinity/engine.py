@@ -28,8 +28,9 @@ from infinity.durable.restore import find_run, restore, restore_shards
 from infinity.errors import CheckpointError, ConfigError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
-from infinity.init import InitFn, fill_shards, leave_uninitialised
+from infinity.init import fill_shards, leave_uninitialised
 from infinity.iteration import Iteration
+from infinity.materialise import FirstValues
 from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
 from infinity.optim.foreign import refuse_foreign_optimizers
@@ -39,6 +40,7 @@ from infinity.ranks import Ranks
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
 from infinity.updates import OptimizerView, Updates
+from infinity.weights.match import LoadedWeights
 from storage.space import DriveReport
 
 _log = logging.getLogger(__name__)
@@ -49,6 +51,9 @@ class Engine:
 
     Use it as a context manager, or call `close()`: swap files, threads and memory are given back then. An engine that
     is not closed cleans up when the process exits.
+
+    Attributes:
+        loaded_weights: what `infinity.offload(..., weights=...)` read, and which names did not fit.
     """
 
     def __init__(
@@ -56,21 +61,22 @@ class Engine:
         model: nn.Module,
         config: Config,
         *,
-        init_fn: InitFn | None = None,
+        values: FirstValues | None = None,
         on_progress: Callable[[str], None] | None = None,
         ranks: Ranks | None = None,
         resume: bool = False,
     ) -> None:
         run = find_run(config, resume=resume)
-        self._runtime: Runtime = assemble(model, config, self, ranks, run)
+        self.loaded_weights: LoadedWeights | None = None
+        self._runtime: Runtime = assemble(model, config, self, ranks, run, values)
         try:
-            self._start(init_fn, on_progress, run)
+            self._start(values or FirstValues(), on_progress, run)
         except BaseException:
             self.close()
             raise
 
     def _start(
-        self, init_fn: InitFn | None, on_progress: Callable[[str], None] | None, run: StoredRun | None
+        self, values: FirstValues, on_progress: Callable[[str], None] | None, run: StoredRun | None
     ) -> None:
         runtime = self._runtime
         self._updates = Updates(runtime)
@@ -81,7 +87,8 @@ class Engine:
         self._access = ParameterAccess(runtime, self._changed)
         runtime.kernel.warm_up()
         if run is None:
-            fill_shards(runtime, init_fn, on_progress)
+            fill_shards(runtime, values, on_progress)
+            self.loaded_weights = None if values.match is None else values.match.loaded()
         elif self._journal is not None:
             leave_uninitialised(runtime)
             restore_shards(runtime, run)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,18 +13,25 @@ from torch import nn
 
 from infinity.config import Config, DeviceKind
 from infinity.engine import Engine
-from infinity.init import InitFn
+from infinity.initialisers import InitFn
+from infinity.materialise import FirstValues
 from infinity.ranks import discover
+from infinity.weights.match import Match, match_weights
+from infinity.weights.source import open_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger(__name__)
 
 
 def offload(
     model: nn.Module,
     config: Config | None = None,
     *,
+    weights: str | Path | None = None,
+    strict: bool = True,
     init_fn: InitFn | None = None,
     on_progress: Callable[[str], None] | None = None,
     process_group: ProcessGroup | None = None,
@@ -36,8 +46,14 @@ def offload(
     Args:
         model: a built model, or one built under `infinity.empty_init()`, which is then initialised unit by unit.
         config: settings; defaults to `Config()`.
+        weights: a file or folder with its values, which stream into the shards: safetensors (single or with an index),
+            files of `torch.save`, or a checkpoint of infinity, of which the parameters are taken. Any dtype; rounds as
+            `load_state_dict` into the model would. Not used with `resume`.
+        strict: refuse weights that lack a parameter or have one that the model does not have. Else both are told in a
+            warning, and what is missing is initialised, or keeps the values of the built model.
         init_fn: for a model without data: called with every module that owns parameters, in module order. Default is
-            their `reset_parameters()`.
+            their `reset_parameters()`, and for models of transformers their `_init_weights`; from the same seed that
+            gives the values of ordinary construction.
         on_progress: told the name of every shard that has been initialised.
         process_group: share with its ranks, instead of with all.
         mesh: share over its dimension; of two, replicate over the first and share over the second (hybrid sharding).
@@ -46,7 +62,8 @@ def offload(
 
     Raises:
         RankError: the ranks hold different models, or one of them failed.
-        CheckpointError: there is nothing to resume, or it is of another model.
+        CheckpointError: there is nothing to resume, or it is of another model; `weights` are missing or damaged, or do
+            not fit: it names every parameter that does not.
         ConfigError, PlacementError, UnsupportedModelError: before the model is touched.
         SwapFullError: the swap directories have too little space; nothing is left behind.
 
@@ -58,4 +75,17 @@ def offload(
     uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
     ranks = discover(process_group, mesh, uses_cuda=uses_cuda)
     sharing = ranks if ranks.size > 1 else None
-    return Engine(model, config, init_fn=init_fn, on_progress=on_progress, ranks=sharing, resume=resume)
+    with ExitStack() as stack:
+        match = None
+        if weights is not None and not resume:
+            match = match_weights(model, stack.enter_context(open_weights(weights)), strict=strict)
+            _tell(match)
+        values = FirstValues(init_fn, match)
+        return Engine(model, config, values=values, on_progress=on_progress, ranks=sharing, resume=resume)
+
+
+def _tell(match: Match) -> None:
+    """What did not fit, with strict=False."""
+    for kind, names in (("missing", match.missing), ("unexpected", match.unexpected)):
+        if names:
+            _log.warning("%s: %s key(s): %s", match.weights.path, kind, ", ".join(map(repr, names)))

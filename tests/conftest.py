@@ -70,8 +70,11 @@ def offload(tmp_path: Path) -> Iterator[MakeEngine]:
     """`infinity.offload` with small budgets and swap files in `tmp_path`; engines are closed and must be empty then."""
     engines: list[infinity.Engine] = []
 
-    def make(model: nn.Module, *, init_fn: Any = None, **settings: Any) -> infinity.Engine:
-        engine = infinity.offload(model, small_config(tmp_path, **settings), init_fn=init_fn)
+    def make(
+        model: nn.Module, *, init_fn: Any = None, weights: Path | None = None, strict: bool = True, **settings: Any
+    ) -> infinity.Engine:
+        config = small_config(tmp_path, **settings)
+        engine = infinity.offload(model, config, weights=weights, strict=strict, init_fn=init_fn)
         engines.append(engine)
         return engine
 

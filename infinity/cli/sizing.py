@@ -72,7 +72,7 @@ def minima_of(shape: GptShape, config: Config) -> Minima:
                 device_budget_nbytes=_UNLIMITED_NBYTES,
                 nvme_budget_nbytes=None,
                 chunk_nbytes=config.chunk,
-                staging_nbytes=staging_nbytes(model, groups),
+                staging_nbytes=staging_nbytes(model, units, groups),
             )
         )
     finally:

@@ -147,3 +147,19 @@ def test_dropout_state_is_not_touched_by_training(offload: MakeEngine) -> None:
     with torch.no_grad():
         model(batch(0))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_buffers_that_a_module_resets_are_initialised(offload: MakeEngine) -> None:
+    """`nn.BatchNorm1d` resets its statistics with its parameters."""
+
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(37)
+            self.plain_norm = nn.BatchNorm1d(37, affine=False)
+
+    plain, model = build(Normed), _empty(Normed)
+    torch.manual_seed(0)
+    offload(model)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name

@@ -44,7 +44,7 @@ def request_of(model: nn.Module, precision: Precision = Precision.FP32, **change
         device_budget_nbytes=PLENTY,
         nvme_budget_nbytes=None,
         chunk_nbytes=None,
-        staging_nbytes=staging_nbytes(model, groups),
+        staging_nbytes=staging_nbytes(model, units, groups),
     )
     return replace(request, **changes)
 
