@@ -135,6 +135,26 @@ class Wandb:
         pass
 
 
+class Rates:
+    """What happened since the last look, per second or per step. Owned by the thread that logs."""
+
+    def __init__(self, engine: Counted) -> None:
+        self._engine = engine
+        self.counters: Values = engine.counters()
+        self._taken_s = time.perf_counter()
+
+    def take(self, *, steps: int = 1) -> dict[str, float]:
+        """`step/...` of the `steps` steps since the last call; `counters` are those of now afterwards."""
+        before, before_s = self.counters, self._taken_s
+        self.counters, self._taken_s = self._engine.counters(), time.perf_counter()
+        seconds = self._taken_s - before_s
+        row = {"step/seconds": seconds / steps}
+        for name, counter in _RATES.items():
+            row[name] = (self.counters.get(counter, 0.0) - before.get(counter, 0.0)) / seconds
+        stalled_s = self.counters.get("stall/total_s", 0.0) - before.get("stall/total_s", 0.0)
+        return row | {"step/stall_s": stalled_s / steps}
+
+
 class MetricsLog:
     """Writes a row to every sink after each step, or after every few.
 
@@ -153,7 +173,6 @@ class MetricsLog:
     ) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: rows are written after a number of steps, 1 or more")
-        self._engine = engine
         self._every = every
         self._step = first_step
         self._sinks: list[Sink] = []
@@ -163,7 +182,7 @@ class MetricsLog:
         except BaseException:
             self.close()
             raise
-        self._before, self._before_s, self._steps_since = engine.counters(), time.perf_counter(), 0
+        self._rates, self._steps_since = Rates(engine), 0
 
     def step(self, **values: float) -> None:
         """A step is over.
@@ -175,20 +194,11 @@ class MetricsLog:
         self._steps_since += 1
         if self._steps_since < self._every:
             return
-        counters, now_s = self._engine.counters(), time.perf_counter()
-        row = {**values, **self._derived(counters, now_s), **counters}
+        row = {**values, **self._rates.take(steps=self._steps_since), **self._rates.counters}
         row.pop("step", None)  # of this engine; rows are numbered by the run
-        self._before, self._before_s, self._steps_since = counters, now_s, 0
+        self._steps_since = 0
         for sink in self._sinks:
             sink.write(number, row)
-
-    def _derived(self, counters: Values, now_s: float) -> dict[str, float]:
-        seconds = now_s - self._before_s
-        row = {"step/seconds": seconds / self._steps_since}
-        for name, counter in _RATES.items():
-            row[name] = (counters.get(counter, 0.0) - self._before.get(counter, 0.0)) / seconds
-        stalled_s = counters.get("stall/total_s", 0.0) - self._before.get("stall/total_s", 0.0)
-        return row | {"step/stall_s": stalled_s / self._steps_since}
 
     def close(self) -> None:
         """Close files and servers. Idempotent."""

@@ -1,0 +1,1 @@
+"""Engines inside other libraries' training loops."""
