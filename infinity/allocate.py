@@ -13,12 +13,14 @@ from torch import nn
 from infinity.checkpoint.saver import Saver
 from infinity.collectives import Collectives
 from infinity.config import Config, Precision, Schedule
+from infinity.demand import Request
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import Device
 from infinity.durable.committer import Committer
 from infinity.gather import Gatherer
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
+from infinity.gradient_spill import GradientSpill
 from infinity.gradients import gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit, backward_order
 from infinity.io_loop import IoLoop
@@ -31,7 +33,7 @@ from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
 from infinity.optim.records import GroupState, create_records
 from infinity.order import AccessOrder
-from infinity.placement import Placement
+from infinity.placement import Placement, budget_for_all_gradients
 from infinity.rank_gradients import RankGradientSink
 from infinity.readahead import ReadAhead
 from infinity.released import Access
@@ -40,6 +42,7 @@ from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
 from infinity.swap_files import open_log, speeds_to_start_with, storage_options
 from storage.budget import TierBudget
+from storage.errors import SwapFullError
 from storage.pool import HostPool
 from storage.store import ShardStore
 from storage.versioned import VersionedStore
@@ -53,6 +56,7 @@ class Blueprint:
     config: Config
     access: Access
     placement: Placement
+    request: Request  # what the placement was made from
     units: Sequence[Unit]
     groups: Sequence[FlatGroup]
     kernel: Kernel
@@ -235,19 +239,51 @@ def _sink(
     lockstep: Lockstep | None,
 ) -> GradientSink:
     make = GradientSink if lockstep is None else partial(RankGradientSink, lockstep=lockstep)
+    spill = GradientSpill(made.store, stalls, plan.placement.spilled_gradients, partial(_create_gradient, plan, made))
     sink = make(
         device=plan.device,
         pool=made.pool,
-        store=made.store,
+        spill=spill,
         held=made.budgets["gradients"],
         transit=made.budgets["transit"],
-        spilled=plan.placement.spilled_gradients,
         updates_in_flight=lambda: any(not update.written.done for update in in_flight),
         blocks=blocks,
+        advice=lambda: (
+            "there are no swap files in which they could. A host.budget of "
+            f"{budget_for_all_gradients(plan.request)} bytes holds all gradients; or use schedule='synchronous'"
+        ),
         stalls=stalls,
     )
     sink.wants_peaks = plan.config.precision is Precision.FP16
     return sink
+
+
+def _create_gradient(plan: Blueprint, made: _Resources, group: FlatGroup) -> None:
+    """Space in the swap files for a gradient that was not planned to need any.
+
+    Raises:
+        SwapFullError: the disk is full, or it would be more than `nvme.budget`.
+    """
+    store, nbytes, limit_nbytes = made.store, gradient_nbytes(group), plan.nvme_budget_nbytes
+    if store is None:
+        return
+    held_nbytes = sum(drive.held_nbytes for drive in store.drive_report())
+    if limit_nbytes is not None and held_nbytes + nbytes > limit_nbytes:
+        raise SwapFullError(
+            f"the gradient of {group.key} has to wait in the swap files for the end of backward, because its "
+            f"parameters were used outside their module, or the module several times. It takes {nbytes} bytes, and the "
+            f"swap files hold {held_nbytes} of the {limit_nbytes} that nvme.budget allows. Raise it, or use "
+            "schedule='synchronous'"
+        )
+    _create_volatile(store, group)
+
+
+def _create_volatile(store: ShardStore, group: FlatGroup) -> None:
+    """The key of a gradient; no commit keeps it."""
+    if isinstance(store, VersionedStore):
+        store.create(gradient_key(group), gradient_nbytes(group), is_volatile=True)
+    else:
+        store.create(gradient_key(group), gradient_nbytes(group))
 
 
 def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
@@ -300,7 +336,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack
         if group.index in states and placement.stores_state(group.index):
             create_records(store, states[group.index])
         if group.index in placement.spilled_gradients:
-            store.create(gradient_key(group), gradient_nbytes(group))
+            _create_volatile(store, group)
     return store
 
 
@@ -318,7 +354,7 @@ def _create_durable(plan: Blueprint, states: dict[int, GroupState], store: Versi
             records = states[group.index].records
             wanted += [(record.key, record.nbytes, "state") for record in records if record.nbytes]
         if group.index in plan.placement.spilled_gradients:
-            store.create(gradient_key(group), gradient_nbytes(group), is_volatile=True)
+            _create_volatile(store, group)
     for key, nbytes, dtype in wanted:
         if key not in found:
             store.create(key, nbytes, dtype)

@@ -82,7 +82,7 @@ def assemble(
             request = _with_ranks(request, config, groups, collectives)
         is_chosen = request.schedule is not Schedule.AUTO
         placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
-        parts = (model, config, access, placement, units, groups, kernel, threads, device, collectives)
+        parts = (model, config, access, placement, request, units, groups, kernel, threads, device, collectives)
         blueprint = Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes)
         runtime = allocate(blueprint, stack)
         runtime.closing = stack.pop_all()

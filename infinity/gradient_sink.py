@@ -17,15 +17,15 @@ import torch
 from infinity.devices.base import Device, Fence
 from infinity.errors import PlacementError, UnsupportedModelError
 from infinity.gradient_blocks import GradientBlocks
+from infinity.gradient_spill import GradientSpill
 from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.optim.clip import parameter_norm
 from infinity.released import OffloadedParameter, SpilledGradient, fresh_grad, set_fresh_grad
-from infinity.shard_io import ShardIo
-from storage.budget import Reservation, TierBudget
+from storage.budget import TierBudget
 from storage.pool import HostPool
-from storage.types import Priority, Ticket, TrafficTag
+from storage.types import Priority
 
 
 class GradientSink:
@@ -34,9 +34,11 @@ class GradientSink:
     Args:
         held: budget for gradients that stay in host memory until their update.
         transit: budget for gradients on their way to and from the swap file.
-        spilled: indices of the groups whose gradients wait in the swap file.
+        spill: where gradients go that cannot stay in host memory.
         updates_in_flight: whether an update is running that will give held memory back.
         blocks: device memory for gradients.
+        advice: the end of the sentence that tells that there is no host memory for a gradient: why it cannot wait in
+            the swap files, and what to do.
     """
 
     def __init__(
@@ -44,25 +46,24 @@ class GradientSink:
         *,
         device: Device,
         pool: HostPool,
-        store: ShardIo | None,
+        spill: GradientSpill,
         held: TierBudget,
         transit: TierBudget,
-        spilled: frozenset[int],
         updates_in_flight: Callable[[], bool],
         blocks: GradientBlocks,
+        advice: Callable[[], str],
         stalls: StallClock,
     ) -> None:
         self._device = device
         self._pool = pool
-        self._store = store
+        self._spill = spill
         self._held = held
         self._transit = transit
-        self._spilled = spilled
         self._updates_in_flight = updates_in_flight
         self._blocks = blocks
+        self._advice = advice
         self._stalls = stalls
         self._gradients: dict[int, GroupGradient] = {}
-        self._writes: list[Ticket] = []
         self.step = 0
         self.wants_norms = False
         self.wants_peaks = False
@@ -135,8 +136,10 @@ class GradientSink:
     def settle(self, group: FlatGroup) -> None:
         """A backward of the group is over: spill its gradient if that is where it is placed."""
         gradient = self._gradients.get(group.index)
-        if gradient is None or group.index not in self._spilled or gradient.lease is None or self._store is None:
-            return
+        if gradient is not None and self._spill.is_planned(group) and gradient.lease is not None:
+            self._spill_now(gradient)
+
+    def _spill_now(self, gradient: GroupGradient) -> None:
         self._wait_arrived(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
         if self.wants_norms:
@@ -144,31 +147,7 @@ class GradientSink:
         for slot, parts in gradient.peaks.items():
             if len(parts) > 1:
                 gradient.peaks[slot] = [_peak(gradient.slot_view(slot))]
-        lease, reservation = gradient.lease, gradient.reservation
-        size = GRAD_DTYPE.itemsize
-        written = self._store.submit_write(
-            gradient_key(group),
-            lease.memory,
-            tag=TrafficTag("grad", self.step),
-            payload_nbytes=group.layout.payload_in(group.grad_span) * size,
-        )
-        gradient.lease = gradient.reservation = None
-        gradient.is_spilled = True
-        # Whoever waits for memory looks whether a write is under way. One whose bytes have landed still is, until it
-        # has given its memory back.
-        landed = Ticket(written.label)
-        self._writes.append(landed)
-
-        def land(_: Ticket) -> None:
-            lease.release()
-            if reservation is not None:
-                reservation.release()
-            if written.exception is None:
-                landed.set_done()
-            else:
-                landed.set_exception(written.exception)
-
-        written.add_done_callback(land)
+        self._spill.write(gradient, self.step)
 
     def end_backward(self) -> None:
         """No backward is running any more: reserved device memory that no gradient came for goes back."""
@@ -249,9 +228,7 @@ class GradientSink:
 
     def check_writes(self) -> None:
         """Wait for spilled gradients to land, and raise what went wrong."""
-        writes, self._writes = self._writes, []
-        for ticket in writes:
-            self._stalls.wait(ticket, StallCause.NVME_WRITE)
+        self._spill.check()
 
     def norms(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
         """The 2-norm of every given slot that has a gradient, in the given order."""
@@ -294,9 +271,7 @@ class GradientSink:
                 self._stalls.settle(gradient.arrival, StallCause.GRADIENT_READ)
             gradient.release()
         self._gradients.clear()
-        writes, self._writes = self._writes, []
-        for ticket in writes:
-            self._stalls.settle(ticket, StallCause.NVME_WRITE)
+        self._spill.settle()
         self.end_backward()
 
     def close(self) -> None:
@@ -312,51 +287,64 @@ class GradientSink:
         """The group's gradient with its host memory, waiting for space or for what was spilled."""
         gradient = self._gradients.get(group.index)
         if gradient is None:
-            gradient = self._gradients[group.index] = GroupGradient(group, self._store)
+            gradient = self._gradients[group.index] = GroupGradient(group, self._spill.store)
         if gradient.lease is None:
-            nbytes = gradient_nbytes(group)
             if gradient.is_spilled:
                 self._read_back(gradient)
+                gradient.is_spilled = self._spill.is_planned(group)  # others come back for good
             else:
-                budget = self._transit if group.index in self._spilled else self._held
-                self._spill_open(group)
-                gradient.reservation = budget.request(nbytes, gradient_key(group))
-                self._wait_for_space(gradient.reservation)
-                gradient.lease = self._pool.lease(nbytes, gradient_key(group))
+                self._take_memory(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
         return gradient
 
-    def _wait_for_space(self, reservation: Reservation) -> None:
+    def _take_memory(self, gradient: GroupGradient) -> None:
+        """Host memory for a whole gradient, waiting until there is room.
+
+        Raises:
+            PlacementError: there will be none before the end of backward.
+        """
+        group, nbytes, owner = gradient.group, gradient_nbytes(gradient.group), gradient_key(gradient.group)
+        self._spill_open(group)
+        budget = self._transit if self._spill.is_planned(group) else self._held
+        reservation = budget.request(nbytes, owner)
+
         def check() -> None:
             # In this order: an update gives its memory back before it counts as finished.
-            is_moving = self._updates_in_flight() or self._writes_in_flight()
-            if not is_moving and not reservation.done:
-                reservation.cancel()
+            is_moving = self._updates_in_flight() or self._spill.is_writing
+            if not is_moving and not reservation.done and not self._spill_held(group):
                 raise PlacementError(
-                    f"no host memory for the gradient of {reservation.owner}: the gradients held now "
-                    f"({self._held.holders()}) wait for the end of backward, because their modules ran several times "
-                    "before it. Use schedule='synchronous', which makes room for all gradients"
+                    f"no host memory for the gradient of {group.key}: the gradients held now ({budget.holders()}) wait "
+                    "for the end of backward, because their parameters were used outside their modules, or their "
+                    f"modules several times, and {self._advice()}"
                 )
 
-        check()
-        self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
+        try:
+            check()
+            self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
+        except BaseException:
+            reservation.release()
+            raise
+        gradient.reservation = reservation
+        gradient.lease = self._pool.lease(nbytes, owner)
+
+    def _spill_held(self, group: FlatGroup) -> bool:
+        """Let a gradient that waits for the end of backward wait in the swap file. False when that is not possible."""
+        for other in list(self._gradients.values()) if self._spill.store is not None else []:
+            is_like = self._spill.is_planned(other.group) == self._spill.is_planned(group)
+            if other.group is not group and other.lease is not None and is_like:
+                self._spill_now(other)
+                return True
+        return False
 
     def _spill_open(self, group: FlatGroup) -> None:
         """Where there is no transit memory for a group, gradients that were read back too early give theirs."""
-        if group.index in self._spilled and self._transit.free_nbytes < gradient_nbytes(group):
+        if self._spill.is_planned(group) and self._transit.free_nbytes < gradient_nbytes(group):
             for other in list(self._gradients.values()):
                 if other.group is not group:
                     self.settle(other.group)
 
-    def _writes_in_flight(self) -> bool:
-        return any(not ticket.done for ticket in self._writes)
-
     def _read_back(self, gradient: GroupGradient) -> None:
-        nbytes = gradient_nbytes(gradient.group)
-        self._spill_open(gradient.group)
-        gradient.reservation = self._transit.request(nbytes, gradient_key(gradient.group))
-        self._stalls.wait(gradient.reservation, StallCause.GRADIENT_SPACE)
-        gradient.lease = self._pool.lease(nbytes, gradient_key(gradient.group))
+        self._take_memory(gradient)
         self._stalls.wait(gradient.submit_read_back(self.step, Priority.DEMAND), StallCause.GRADIENT_READ)
 
     def _measure(self, gradient: GroupGradient) -> None:

@@ -102,6 +102,8 @@ class HostDivision:
         self._grow("window", sum(g.shard_nbytes for g in streamed))
         if not streamed:
             self.window = 0
+        if not self.holds_gradients:  # some may have to wait for the end of backward; see GradientSpill
+            self._grow("gradients", sum(sizes.gradient.values()))
 
     def _deepen_pipeline(self) -> None:
         """Room for several chunks at a time, then for larger ones.

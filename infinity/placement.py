@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from infinity.config import Schedule
 from infinity.demand import Request, Sizes, Term, held_together
 from infinity.errors import PlacementError
+from infinity.gradients import gradient_nbytes
 from infinity.host_division import HostDivision
 from infinity.sizes import format_nbytes
 
@@ -141,6 +142,22 @@ def place_for_any_loop(request: Request, need: str) -> Placement:
         return deferred
     spills = f"auto: {need}, and host memory does not hold all of them"
     return make_placement(replace(request, schedule=Schedule.SYNCHRONOUS, schedule_reason=spills))
+
+
+def budget_for_all_gradients(request: Request) -> int:
+    """The smallest host budget, from that of the request on, with which all gradients stay in host memory."""
+    wanted_nbytes = sum(gradient_nbytes(group) for group in request.groups if group.trainable)
+
+    def is_enough(budget_nbytes: int) -> bool:
+        return make_placement(replace(request, host_budget_nbytes=budget_nbytes)).gradients_nbytes >= wanted_nbytes
+
+    low = high = request.host_budget_nbytes
+    while not is_enough(high):
+        low, high = high + 1, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return high
 
 
 def _refusal(tier: str, budget: int, minimum: int, terms: Sequence[Term]) -> str:

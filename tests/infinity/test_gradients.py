@@ -16,7 +16,8 @@ from infinity.devices.cpu import CpuDevice
 from infinity.errors import DeviceOutOfMemoryError
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
-from infinity.gradients import gradient_key, gradient_nbytes
+from infinity.gradient_spill import GradientSpill
+from infinity.gradients import gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.released import Access, fresh_grad, set_fresh_grad
@@ -55,6 +56,7 @@ class Bench:
         self.held = TierBudget("held", held_nbytes)
         self.device = CpuDevice(1 << 20)
         self.updating = False
+        self.made_room: list[FlatGroup] = []
         self.ahead: DeviceBlock | None = None
         self.stalls = StallClock(20.0, progress=lambda: 0, report=lambda: "")
         memory = DeviceMemory(self.device)
@@ -63,12 +65,12 @@ class Bench:
         self.sink = GradientSink(
             device=self.device,
             pool=self.pool,
-            store=store,
+            spill=GradientSpill(store, self.stalls, frozenset(range(n_spilled)), self.made_room.append),
             held=self.held,
             transit=TierBudget("transit", transit_nbytes),
-            spilled=frozenset(range(n_spilled)),
             updates_in_flight=self._updates_in_flight,
             blocks=blocks,
+            advice=lambda: "use schedule='synchronous'",
             stalls=self.stalls,
         )
         self.on_look: Callable[[], None] = lambda: None
@@ -177,7 +179,7 @@ def test_no_memory_and_nobody_to_wait_for(bench: Bench) -> None:
         _give(group, 1.0)
         bench.sink.harvest(group)
     _give(groups[2], 1.0)
-    with pytest.raises(infinity.PlacementError, match=gradient_key(groups[2])):
+    with pytest.raises(infinity.PlacementError, match="gradient of g2: "):
         bench.sink.harvest(groups[2])
     assert not bench.held.waiting()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from storage.errors import SwapFullError
 from tests.conftest import MakeEngine
 from tests.parity import model_kinds as kinds
-from tests.parity.loops import Loop, assert_same, train_offloaded, train_plain
+from tests.parity.loops import Loop, assert_same, smallest_budget, train_offloaded, train_plain
 from tests.zoo import Net, batch, build, loss_of
 
 SCHEDULES = ("overlapped", "synchronous")
@@ -36,11 +38,52 @@ def test_parameters_that_a_block_returns(offload: MakeEngine) -> None:
     _parity(kinds.ReturnsParameters, offload, schedule="synchronous")
 
 
-def test_parameters_that_every_block_returns_need_gradients_held(offload: MakeEngine) -> None:
-    """Their gradients are complete at the end of backward, which `overlapped` does not make room for; it says so."""
-    loop = Loop(kinds.ReturnsParameters, steps=1)
-    with pytest.raises(infinity.PlacementError, match="schedule='synchronous'"):
-        train_offloaded(loop, lambda model: offload(model, schedule="overlapped"))
+@pytest.mark.parametrize("settings", [{}, {"durability": "step"}], ids=["", "durable"])
+def test_gradients_that_wait_for_the_end_of_backward_do_so_in_the_swap_file(
+    offload: MakeEngine, settings: dict[str, Any]
+) -> None:
+    """`overlapped` makes room for one gradient at a time; those of parameters used outside their modules come last."""
+    loop = Loop(kinds.ReturnsParameters, steps=3)
+    chosen = {"schedule": "overlapped", **settings}
+    budget = smallest_budget(offload, "host", build(loop.make), **chosen)
+    plain = train_plain(loop)
+    ours, engine = train_offloaded(loop, lambda model: offload(model, host={"budget": budget}, **chosen))
+    assert_same(plain, ours)
+    assert engine.metrics()["host/peak_bytes"] <= budget
+    assert all(step["nvme_write_bytes/grad"] for step in engine.traffic.per_step)
+
+
+def test_gradients_that_wait_get_no_space_beyond_the_budget(offload: MakeEngine) -> None:
+    loop, chosen = Loop(kinds.ReturnsParameters, steps=1), {"schedule": "overlapped", "host": {"budget": "210KiB"}}
+    nvme_nbytes = offload(build(loop.make), **chosen).plan.placement.nvme_nbytes
+    with pytest.raises(SwapFullError, match=r"nvme\.budget allows\. Raise it, or use schedule='synchronous'"):
+        train_offloaded(loop, lambda model: offload(model, nvme={"budget": nvme_nbytes}, **chosen))
+
+
+class _ReturnsMany(kinds.Stack):
+    """So many parameters of blocks are returned that their gradients need more than two units' worth of memory."""
+
+    def __init__(self) -> None:
+        super().__init__(kinds.Returning() for _ in range(6))
+
+    apply_block = kinds.ReturnsParameters.apply_block
+
+
+def test_gradients_that_wait_without_swap_files_need_host_memory(offload: MakeEngine) -> None:
+    """The refusal names a budget, and with that one it works."""
+    loop = Loop(_ReturnsMany, steps=2)
+    budget = next(
+        kib << 10
+        for kib in range(400, 2000, 20)
+        if not offload(build(loop.make), schedule="overlapped", host={"budget": kib << 10}).plan.placement.nvme_nbytes
+    )
+    with pytest.raises(infinity.PlacementError, match=r"no swap files") as refusal:
+        train_offloaded(loop, lambda model: offload(model, schedule="overlapped", host={"budget": budget}))
+    named = re.search(r"host\.budget of (\d+) bytes", str(refusal.value))
+    assert named
+    plain = train_plain(loop)
+    ours, _ = train_offloaded(loop, lambda model: offload(model, schedule="overlapped", host={"budget": int(named[1])}))
+    assert_same(plain, ours)
 
 
 class _Gives(Net):

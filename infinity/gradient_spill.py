@@ -1,0 +1,95 @@
+"""Gradients that wait in the swap file: written when they have to leave host memory, read back to be added to.
+
+Which ones do is planned, with space in the swap files for them. Under `overlapped` none is planned, because a gradient
+is used up as soon as it is complete; those that turn out to be complete only at the end of backward (their parameters
+were used outside their modules, or their modules several times) go there when host memory is needed for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key
+from infinity.groups import FlatGroup
+from infinity.observe.stalls import StallCause, StallClock
+from infinity.shard_io import ShardIo
+from storage.types import Ticket, TrafficTag
+
+MakeRoom = Callable[[FlatGroup], None]
+
+
+class GradientSpill:
+    """Writes gradients to the swap file. Used by the training thread.
+
+    Args:
+        store: None when nothing lies in swap files.
+        planned: indices of the groups whose gradients wait in the swap file whenever they are not used.
+        make_room: makes space in the swap files for a gradient that was not planned to need any.
+    """
+
+    def __init__(
+        self, store: ShardIo | None, stalls: StallClock, planned: frozenset[int], make_room: MakeRoom
+    ) -> None:
+        self.store = store
+        self._stalls = stalls
+        self._planned = planned
+        self._with_room = set(planned)
+        self._make_room = make_room
+        self._writes: list[Ticket] = []
+
+    def is_planned(self, group: FlatGroup) -> bool:
+        """Whether the gradient of a group waits in the swap file by plan."""
+        return group.index in self._planned
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way, which gives memory back at its end."""
+        return any(not ticket.done for ticket in self._writes)
+
+    def write(self, gradient: GroupGradient, step: int) -> None:
+        """Submit the write of a whole gradient, which leaves host memory when it has landed.
+
+        Raises:
+            SwapFullError: there is no space for it.
+        """
+        store, group, lease, reservation = self.store, gradient.group, gradient.lease, gradient.reservation
+        if store is None or lease is None:
+            raise RuntimeError(f"the gradient of {group.key} is not in host memory, or there are no swap files")
+        if group.index not in self._with_room:
+            self._make_room(group)
+            self._with_room.add(group.index)
+        written = store.submit_write(
+            gradient_key(group),
+            lease.memory,
+            tag=TrafficTag("grad", step),
+            payload_nbytes=group.layout.payload_in(group.grad_span) * GRAD_DTYPE.itemsize,
+        )
+        gradient.lease = gradient.reservation = None
+        gradient.is_spilled = True
+        # Whoever waits for memory looks whether a write is under way. One whose bytes have landed still is, until it
+        # has given its memory back.
+        landed = Ticket(written.label)
+        self._writes = [*(ticket for ticket in self._writes if not ticket.done or ticket.exception), landed]
+
+        def land(_: Ticket) -> None:
+            lease.release()
+            if reservation is not None:
+                reservation.release()
+            if written.exception is None:
+                landed.set_done()
+            else:
+                landed.set_exception(written.exception)
+
+        written.add_done_callback(land)
+
+    def check(self) -> None:
+        """Wait for the writes, and raise what went wrong."""
+        writes, self._writes = self._writes, []
+        for ticket in writes:
+            self._stalls.wait(ticket, StallCause.NVME_WRITE)
+
+    def settle(self) -> None:
+        """Wait for the writes, and forget what went wrong: nobody needs what was written."""
+        writes, self._writes = self._writes, []
+        for ticket in writes:
+            self._stalls.settle(ticket, StallCause.NVME_WRITE)
