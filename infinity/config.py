@@ -250,9 +250,10 @@ class NvmeConfig(_Section):
     """Swap files: one directory per drive (`None`: a temporary one), and how they are read and written.
 
     `threads` (blocks at a drive at a time) and `block_nbytes` are chosen when `None`, see `Calibrate`. `eio_retries` is
-    how often a block is tried again after EIO. `wear_budget` is what all runs may write to each drive, "100TB" or
-    "2TB/day", and `wear_action` what `infinity train` does beyond it. `io_log` is a file for every transfer of the run
-    in fio's trace format.
+    how often a block is tried again after EIO, and `retry_full_s` how long a drive that had no room is left alone
+    before a write tries it again. `wear_budget` is what all runs may write to each drive, "100TB" or "2TB/day", and
+    `wear_action` what `infinity train` does beyond it. `io_log` is a file for every transfer of the run in fio's trace
+    format.
     """
 
     paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_paths)] = None
@@ -263,6 +264,7 @@ class NvmeConfig(_Section):
     calibrate: Annotated[Calibrate, BeforeValidator(_choice(Calibrate))] = Calibrate.CACHED
     checksum: Annotated[IoChecksum, BeforeValidator(_choice(IoChecksum))] = IoChecksum.XXH3
     eio_retries: Annotated[int, Field(strict=True, ge=0)] = 2
+    retry_full_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 30.0
     io_timeout_s: Seconds = 60.0
     wear_budget: Annotated[WearBudget | None, BeforeValidator(_wear_budget)] = None
     wear_action: Annotated[WearAction, BeforeValidator(_choice(WearAction))] = WearAction.WARN

@@ -29,6 +29,7 @@ def storage_options(nvme: NvmeConfig, *, write_memory_nbytes: int, files_nbytes:
         eio_retries=nvme.eio_retries,
         write_memory_nbytes=max(write_memory_nbytes, 1),
         files_nbytes=files_nbytes,
+        retry_full_s=nvme.retry_full_s,
     )
 
 

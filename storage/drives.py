@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from storage.backends.base import Backend
 from storage.backends.probe import Engine, choose_engine, make_backend
 from storage.calibration_cache import Calibrate, find_calibration
 from storage.checksums import Checksum
+from storage.health import DEFAULT_RETRY_FULL_S
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 
 _log = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ class StorageOptions:
         eio_retries: how often a block is tried again after EIO.
         write_memory_nbytes: memory that writes to a drive may hold, if that is known: while they hold little of it,
             they yield to reads; when somebody will soon wait for it, they go at full share.
-        files_nbytes: keys move to faster drives only while the files together stay within this; None: no limit.
+        files_nbytes: most bytes of all files together, whatever drives fail or fill up; None: what the disks have.
+        retry_full_s: how long a drive on which a write found no room is left alone before one write tries it again.
 
     Raises:
         ValueError: a value is not allowed; says which.
@@ -56,6 +59,7 @@ class StorageOptions:
     eio_retries: int = 2
     write_memory_nbytes: int | None = None
     files_nbytes: int | None = None
+    retry_full_s: float = DEFAULT_RETRY_FULL_S
 
     def __post_init__(self) -> None:
         if self.engine not in list(Engine):
@@ -74,6 +78,10 @@ class StorageOptions:
             raise ValueError(f"eio_retries is {self.eio_retries}; it must not be negative")
         if self.write_memory_nbytes is not None and self.write_memory_nbytes <= 0:
             raise ValueError(f"write_memory_nbytes is {self.write_memory_nbytes}; it must be positive")
+        if self.files_nbytes is not None and self.files_nbytes < 0:
+            raise ValueError(f"files_nbytes is {self.files_nbytes}; it must not be negative")
+        if not 0 <= self.retry_full_s < math.inf:
+            raise ValueError(f"retry_full_s is {self.retry_full_s}; it must be finite and not negative")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from storage.cleanup import is_running
 from storage.drives import Drive, StorageOptions, WrapBackend, start_backend
 from storage.errors import IntegrityError, SwapInUseError
 from storage.extents import ExtentAllocator
-from storage.swapfile import OWNER_FILE, SwapFile, boot_id
+from storage.swapfile import OWNER_FILE, SwapFile, boot_id, make_directory_error
 
 DURABLE_PREFIX = "versioned-rank"
 
@@ -151,6 +151,21 @@ class DurableFile(SwapFile):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def open_folder(directory: Path, rank: int, run_name: str, closing: ExitStack) -> DurableFolder:
+    """The folder of a versioned store in a directory; `closing` lets go of it.
+
+    Raises:
+        SwapInUseError: another process uses it.
+        StorageError: the directory cannot be used.
+    """
+    try:
+        folder = DurableFolder(durable_folder(directory, rank), run_name)
+    except OSError as error:
+        raise make_directory_error(directory, error) from error
+    closing.callback(folder.close)
+    return folder
 
 
 def open_durable_drive(

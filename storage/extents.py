@@ -48,6 +48,11 @@ class ExtentAllocator:
     def largest_free_nbytes(self) -> int:
         return max((nbytes for _, nbytes in self._free), default=0)
 
+    @property
+    def free_tail_nbytes(self) -> int:
+        """Of the free span that ends where the file does."""
+        return self._free[-1][1] if self._free and sum(self._free[-1]) == self.capacity_nbytes else 0
+
     def used(self) -> list[tuple[int, int]]:
         """Allocated spans as (offset, nbytes), by offset."""
         return sorted(self._used.items())

@@ -2,7 +2,7 @@
 
     OPEN     takes everything
     CROWDED  its file could not be made longer: what fits into the file is welcome, and every need for more asks again
-    FULL     a write found no room: nothing is written there until `retry_s` later, when one write tries again
+    FULL     a write found no room: nothing is written there until `retry_full_s` later, when one write tries again
     FAILED   a write failed for another reason: nothing is written there while another drive has room
 
 What such a drive holds is read as before. Each change for the worse is told once, as a warning.
@@ -20,7 +20,7 @@ from pathlib import Path
 from storage.errors import SwapFullError
 
 _log = logging.getLogger(__name__)
-RETRY_S = 30.0
+DEFAULT_RETRY_FULL_S = 30.0  # soon enough for who frees space, rare enough for a disk that stays full
 
 
 class DriveState(StrEnum):
@@ -54,10 +54,18 @@ class DriveHealth:
     Args:
         directories: of the drives.
         now_s: the time, in seconds from any moment.
+        retry_full_s: how long a drive without room is left alone.
     """
 
-    def __init__(self, directories: Sequence[Path], now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        now_s: Callable[[], float] = time.monotonic,
+        *,
+        retry_full_s: float = DEFAULT_RETRY_FULL_S,
+    ) -> None:
         self._drives = [_Health(directory) for directory in directories]
+        self._retry_full_s = retry_full_s
         self._now_s = now_s
 
     def state(self, drive: int) -> DriveState:
@@ -80,13 +88,13 @@ class DriveHealth:
         """Whether a write there is likely to succeed, or due to be tried again."""
         one = self._drives[drive]
         if one.state is DriveState.FULL:
-            return self._now_s() - one.since_s >= RETRY_S
+            return self._now_s() - one.since_s >= self._retry_full_s
         return one.state is not DriveState.FAILED
 
     def may_grow(self, drive: int) -> bool:
         """Whether making the file longer is worth an attempt that nothing depends on."""
         one = self._drives[drive]
-        return one.state is DriveState.OPEN or self._now_s() - one.since_s >= RETRY_S
+        return one.state is DriveState.OPEN or self._now_s() - one.since_s >= self._retry_full_s
 
     def note_crowded(self, drive: int, error: Exception) -> None:
         """The file could not be made longer."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +117,7 @@ class Manifest:
         """Every key of the last committed generation.
 
         Raises:
-            IntegrityError: it cannot be read, or a row is damaged.
+            IntegrityError: it cannot be read, or a row is damaged or does not say where all of a key lies.
         """
         try:
             with closing(self._db.execute(f"SELECT {_COLUMNS} FROM keys ORDER BY key")) as rows:
@@ -226,6 +226,13 @@ class Manifest:
                 key=record.key,
                 generation=record.generation,
             )
+        end = 0
+        for piece in record.pieces:
+            if piece.start != end or not 0 <= piece.extent.drive < self.drives:
+                break
+            end = piece.stop
+        if end != record.nbytes:
+            raise IntegrityError(f"{self.path} does not say where all of {record.key!r} lies", key=record.key)
         return record
 
     def _unreadable(self, error: Exception) -> IntegrityError:
@@ -233,6 +240,12 @@ class Manifest:
             f"the manifest {self.path} cannot be read: {error}. Nothing was changed; use a copy or a checkpoint",
             path=str(self.path),
         )
+
+
+def used_spans(records: Sequence[KeyRecord], drive: int) -> list[tuple[int, int]]:
+    """Spans of a drive, as (offset, nbytes), that keys of a generation take."""
+    pieces = [piece for record in records for piece in record.pieces if piece.extent.drive == drive]
+    return [(piece.extent.offset, piece.extent.nbytes) for piece in pieces]
 
 
 def _note_checksum(name: str, data: bytes) -> str:

@@ -16,16 +16,23 @@ _log = logging.getLogger(__name__)
 _SHARE_NBYTES = 1 << 16  # a drive's share of the capacity is a multiple of this
 
 
-def check_arguments(paths: Sequence[Path], capacity_nbytes: int, speeds: Sequence[float] | None) -> list[float]:
+def check_arguments(
+    paths: Sequence[Path], capacity_nbytes: int, speeds: Sequence[float] | None, files_nbytes: int | None
+) -> list[float]:
     """The speeds of the drives of a store that is to be opened, equal if none are given.
 
     Raises:
-        ValueError: no path, a negative capacity, or speeds that are not positive numbers, one per path.
+        ValueError: no path, a capacity that is negative or beyond `files_nbytes`, or speeds that are not positive
+            numbers, one per path.
     """
     if not paths:
         raise ValueError("a shard store needs at least one directory")
     if capacity_nbytes < 0:
         raise ValueError(f"a shard store of {capacity_nbytes} bytes was asked for; the capacity is not negative")
+    if files_nbytes is not None and align_up(capacity_nbytes, PAGE_NBYTES) > files_nbytes:
+        raise ValueError(
+            f"a shard store of {capacity_nbytes} bytes was asked for, but its files may take {files_nbytes} together"
+        )
     if speeds is None:
         return [1.0] * len(paths)
     if len(speeds) != len(paths) or not all(speed > 0 and math.isfinite(speed) for speed in speeds):
@@ -72,11 +79,13 @@ def reserve(drives: Sequence[Drive], capacity_nbytes: int, speeds: Sequence[floa
     """
     short_nbytes = 0
     problems: dict[int, SwapFullError] = {}
-    for number, drive in enumerate(drives):
-        share_nbytes = align_up(math.ceil(capacity_nbytes * speeds[number] / sum(speeds)), _SHARE_NBYTES)
-        need_nbytes = share_nbytes - drive.file.extents.capacity_nbytes
+    missing_nbytes = max(0, capacity_nbytes - sum(drive.file.extents.capacity_nbytes for drive in drives))
+    for number, (drive, share_nbytes) in enumerate(zip(drives, _shares(capacity_nbytes, speeds), strict=True)):
+        # Files that are there already may be divided otherwise: never more than is missing in all.
+        need_nbytes = min(max(0, share_nbytes - drive.file.extents.capacity_nbytes), missing_nbytes)
+        missing_nbytes -= need_nbytes
         try:
-            drive.file.grow(max(0, need_nbytes))
+            drive.file.grow(need_nbytes)
         except SwapFullError as error:
             problems[number] = error
             short_nbytes += need_nbytes
@@ -99,6 +108,19 @@ def reserve(drives: Sequence[Drive], capacity_nbytes: int, speeds: Sequence[floa
         )
     for number, problem in problems.items():
         _log.warning("%s: the other drives take what has no room there (%s)", drives[number].directory, problem)
+
+
+def _shares(nbytes: int, speeds: Sequence[float]) -> list[int]:
+    """Parts by speed, all but the last whole multiples of `_SHARE_NBYTES`; together no more than `nbytes`, in pages."""
+    nbytes = align_up(nbytes, PAGE_NBYTES)
+    shares, start, passed = [], 0, 0.0
+    for number, speed in enumerate(speeds, start=1):
+        passed += speed
+        exact = nbytes if number == len(speeds) else math.ceil(nbytes * passed / sum(speeds))
+        stop = min(nbytes, align_up(exact, _SHARE_NBYTES))
+        shares.append(stop - start)
+        start = stop
+    return shares
 
 
 def _spread(drives: Sequence[Drive], nbytes: int, rooms: dict[int, int]) -> int:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from storage.drives import Drive
+from storage.drives import Drive, StorageOptions
 from storage.errors import SwapFullError
 from storage.health import DriveHealth, DriveState
 from storage.holds import Holds
@@ -22,6 +22,10 @@ from storage.stripes import Piece, join, overlap
 from storage.types import Extent, Op
 
 _ROOM_FRACTION = 4  # a move makes a file longer only if less than one part in so many of it is free
+
+
+class _LimitError(SwapFullError):
+    """The files may not become longer, whatever room their drives have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class Space:
 
     Args:
         speeds: of the drives, in any unit, until they are measured.
-        files_nbytes: moves that nothing depends on do not make the files longer than this together; None: no limit.
+        options: how long the files may become together, and when a full drive is tried again.
         meters, health: others than those of the machine's time, for tests.
     """
 
@@ -65,16 +69,17 @@ class Space:
         drives: Sequence[Drive],
         speeds: Sequence[float],
         *,
-        files_nbytes: int | None = None,
+        options: StorageOptions | None = None,
         meters: DriveMeters | None = None,
         health: DriveHealth | None = None,
     ) -> None:
         self.drives = tuple(drives)
         self.meters = meters or DriveMeters(len(drives))
-        self.health = health or DriveHealth([drive.directory for drive in drives])
+        options = options or StorageOptions()
+        self.health = health or DriveHealth([drive.directory for drive in drives], retry_full_s=options.retry_full_s)
         self.holds = Holds()
         self._given = speeds
-        self._files_nbytes = files_nbytes
+        self._files_nbytes = options.files_nbytes
         self._first = 0
         self.held_nbytes = [sum(nbytes for _, nbytes in drive.file.extents.used()) for drive in drives]
 
@@ -109,7 +114,8 @@ class Space:
             self.free([piece.extent for piece in pieces])
             raise
         for drive, problem in problems.items():
-            self.health.note_crowded(drive, problem)  # the others have room, or this would not be reached
+            if not isinstance(problem, _LimitError):
+                self.health.note_crowded(drive, problem)  # the others have room, or this would not be reached
         self._first = (self._first + len(pieces)) % len(self.drives)
         return sorted(pieces, key=lambda piece: piece.start)
 
@@ -132,8 +138,7 @@ class Space:
         growth = {os.fstat(drive.file.fd).st_dev: drive.file.room_nbytes for drive in self.drives}
         room_nbytes = sum(growth.values())
         if self._files_nbytes is not None:
-            present = sum(drive.file.extents.capacity_nbytes for drive in self.drives)
-            room_nbytes = min(room_nbytes, max(0, self._files_nbytes - present))
+            room_nbytes = min(room_nbytes, max(0, self._files_nbytes - self._files_total_nbytes))
         return free_nbytes + room_nbytes
 
     def _give_back(self, extents: Sequence[Extent]) -> None:
@@ -234,11 +239,28 @@ class Space:
         except SwapFullError:
             if not may_grow:
                 raise
-            file.grow(nbytes)
-            self.health.note_grown(drive)
+            self._grow(drive, nbytes - file.extents.free_tail_nbytes)
             offset = file.extents.allocate(nbytes)
         self.held_nbytes[drive] += nbytes
         return Extent(drive, offset, nbytes)
+
+    def _grow(self, drive: int, nbytes: int) -> None:
+        if not self._is_within_limit(nbytes):
+            raise _LimitError(
+                f"the swap files take {self._files_total_nbytes} bytes together and need {nbytes} more, which is "
+                f"beyond their limit of {self._files_nbytes} bytes. Raise it (nvme.budget), or give more host memory",
+                path=str(self.drives[drive].file.path),
+            )
+        self.drives[drive].file.grow(nbytes)
+        self.health.note_grown(drive)
+
+    @property
+    def _files_total_nbytes(self) -> int:
+        return sum(drive.file.extents.capacity_nbytes for drive in self.drives)
+
+    def _is_within_limit(self, nbytes: int) -> bool:
+        """Whether the files may become longer by so much."""
+        return self._files_nbytes is None or self._files_total_nbytes + nbytes <= self._files_nbytes
 
     def _take_fragments(
         self, at: int, nbytes: int, avoid: Collection[int], problems: Mapping[int, SwapFullError]
@@ -265,14 +287,17 @@ class Space:
         if first is not None and len(self.drives) == 1:
             return first
         have = []
+        limit = next((problem for problem in problems.values() if isinstance(problem, _LimitError)), None)
         for number, drive in enumerate(self.drives):
-            why = problems.get(number) or self.health.cause(number)
+            problem = problems.get(number)
+            why = self.health.cause(number) if problem is None or isinstance(problem, _LimitError) else problem
             have.append(
                 f"{drive.directory} has {drive.file.extents.free_nbytes} of {drive.file.extents.capacity_nbytes} bytes "
                 f"free in its swap file{f' ({why})' if why else ''}"
             )
+        advice = "Free space on one of them, or add a directory" if limit is None else str(limit)
         return SwapFullError(
-            f"no drive has room for {nbytes} bytes: {'; '.join(have)}. Free space on one of them, or add a directory",
+            f"no drive has room for {nbytes} bytes: {'; '.join(have)}. {advice}",
             path=first.path if first is not None else "",
             errno=first.errno if first is not None else None,
         )
@@ -338,9 +363,7 @@ class Space:
         file = self.drives[drive].file
         if file.extents.free_nbytes * _ROOM_FRACTION > file.extents.capacity_nbytes:
             return False
-        total_nbytes = sum(one.file.extents.capacity_nbytes for one in self.drives) + nbytes
-        is_allowed = self._files_nbytes is None or total_nbytes <= self._files_nbytes
-        return is_allowed and self.health.may_grow(drive) and file.room_nbytes >= nbytes
+        return self._is_within_limit(nbytes) and self.health.may_grow(drive) and file.room_nbytes >= nbytes
 
     def _put(self, pieces: Sequence[Piece], spans: Sequence[tuple[int, int]], new: Sequence[Piece]) -> Layout:
         """The layout with `new` for the bytes of `spans`."""

@@ -79,10 +79,11 @@ class ShardStore:
         Raises:
             SwapFullError: too little space on all drives together; nothing is left behind.
             StorageError: a directory cannot be used, or cannot do what `options.engine` insists on.
-            ValueError: no path, a negative capacity, or speeds that are not positive numbers, one per path.
+            ValueError: no path, a capacity that is negative or beyond `options.files_nbytes`, or speeds that are not
+                positive numbers, one per path.
         """
-        given = check_arguments(paths, capacity_nbytes, speeds)
         options = options or StorageOptions()
+        given = check_arguments(paths, capacity_nbytes, speeds, options.files_nbytes)
 
         def open_one(path: Path, stack: ExitStack) -> Drive:
             return open_drive(
@@ -92,7 +93,7 @@ class ShardStore:
         with ExitStack() as closing:
             drives, given = open_all(paths, given, open_one, closing)
             reserve(drives, capacity_nbytes, given)
-            space = Space(drives, given, files_nbytes=options.files_nbytes)
+            space = Space(drives, given, options=options)
             return cls(space, closing.pop_all(), checksum=Checksum(options.checksum))
 
     @property

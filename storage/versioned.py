@@ -23,82 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.checksums import Checksum
-from storage.drives import Drive, StorageOptions, WrapBackend
-from storage.durable import DurableFolder, durable_folder, open_durable_drive
+from storage.drives import StorageOptions, WrapBackend
+from storage.durable import open_durable_drive, open_folder
 from storage.errors import IntegrityError, IoTimeoutError, StorageError, WriteError
-from storage.extents import ExtentAllocator
 from storage.filesystems import sync_data
-from storage.manifest import MANIFEST_FILE, CommitPoint, KeyRecord, Manifest
+from storage.manifest import MANIFEST_FILE, CommitPoint, KeyRecord, Manifest, used_spans
 from storage.ordering import Operation
 from storage.reserve import check_arguments, reserve
-from storage.space import Space
 from storage.store import ShardStore
-from storage.stripes import Piece
-from storage.swapfile import make_directory_error
 from storage.transfer import StoredKey
 from storage.types import Extent, Op
-
-
-class VersionedSpace(Space):
-    """A Space in which what a generation refers to is neither overwritten nor given back before the next one.
-
-    Attributes:
-        retired: extents that only the last generation refers to.
-    """
-
-    def __init__(self, drives: Sequence[Drive], speeds: Sequence[float], *, files_nbytes: int | None = None) -> None:
-        super().__init__(drives, speeds, files_nbytes=files_nbytes)
-        self._fresh: set[tuple[int, int]] = set()  # extents (drive, offset) that no generation refers to
-        self.retired: list[Extent] = []
-
-    def is_fresh(self, piece: Piece) -> bool:
-        """Whether no generation refers to a piece."""
-        return (piece.extent.drive, piece.extent.offset) in self._fresh
-
-    def seal(self, volatile: Sequence[Piece]) -> tuple[frozenset[tuple[int, int]], list[Extent]]:
-        """A commit begins: from now on every extent in use but those of `volatile` may be referred to by a generation.
-
-        Returns:
-            The extents that were fresh, as (drive, offset), and those that its success gives back.
-        """
-        kept = self._fresh & {(piece.extent.drive, piece.extent.offset) for piece in volatile}
-        sealed, self._fresh = frozenset(self._fresh - kept), kept
-        retired, self.retired = self.retired, []
-        return sealed, retired
-
-    def free_retired(self, extents: Sequence[Extent]) -> None:
-        """The generation that they belonged to is over."""
-        super().free(extents)
-
-    def go_back(self, committed: Sequence[Piece], volatile: Sequence[Piece]) -> None:
-        """In use is what a generation refers to, and what is volatile; nothing else."""
-        pieces = [*committed, *volatile]
-        for number, drive in enumerate(self.drives):
-            extents = [piece.extent for piece in pieces if piece.extent.drive == number]
-            used = [(extent.offset, extent.nbytes) for extent in extents]
-            drive.file.extents = ExtentAllocator.restore(drive.file.extents.capacity_nbytes, used)
-            self.held_nbytes[number] = sum(extent.nbytes for extent in extents)
-        self._fresh = {(piece.extent.drive, piece.extent.offset) for piece in volatile}
-        self.retired = []
-
-    def free(self, extents: Sequence[Extent]) -> None:
-        fresh = [extent for extent in extents if (extent.drive, extent.offset) in self._fresh]
-        self.retired += [extent for extent in extents if extent not in fresh]
-        super().free(fresh)
-        self._fresh -= {(extent.drive, extent.offset) for extent in fresh}
-
-    def _may_stay(self, piece: Piece) -> bool:
-        return self.is_fresh(piece) and super()._may_stay(piece)
-
-    def _take(self, drive: int, nbytes: int, *, may_grow: bool = True) -> Extent:
-        extent = super()._take(drive, nbytes, may_grow=may_grow)
-        self._fresh.add((drive, extent.offset))
-        return extent
-
-    def _split(self, drive: int, offset: int, nbytes: int) -> None:
-        super()._split(drive, offset, nbytes)
-        if (drive, offset) in self._fresh:
-            self._fresh.add((drive, offset + nbytes))
+from storage.versioned_space import VersionedSpace
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +101,21 @@ class VersionedStore(ShardStore):
             IntegrityError: the manifest cannot be read, or the files are not those it belongs to.
             SwapFullError: too little space.
             StorageError: a directory cannot be used, or cannot do what `options.engine` insists on.
-            ValueError: no path, a negative capacity, or speeds that are not positive numbers, one per path.
+            ValueError: as in ShardStore.
         """
-        given = check_arguments(paths, capacity_nbytes, speeds)
         options = options or StorageOptions()
+        given = check_arguments(paths, capacity_nbytes, speeds, options.files_nbytes)
         with ExitStack() as closing:
-            folders = [_open_folder(Path(path), rank, run_name, closing) for path in paths]
+            folders = [open_folder(Path(path), rank, run_name, closing) for path in paths]
             manifest = Manifest(folders[0].path / MANIFEST_FILE, len(paths))
             closing.callback(manifest.close)
             records = manifest.load()
-            _check_records(manifest, records, len(paths))
             drives = [
                 open_durable_drive(
                     folder,
                     f"drive{number}-{manifest.identity}.shards",
                     0,
-                    used=_used(records, number),
+                    used=used_spans(records, number),
                     options=options,
                     wrap_backend=wrap_backend,
                     closing=closing,
@@ -192,7 +126,7 @@ class VersionedStore(ShardStore):
             for folder in folders:
                 folder.sync()
             store = cls(
-                VersionedSpace(drives, given, files_nbytes=options.files_nbytes),
+                VersionedSpace(drives, given, options=options),
                 closing.pop_all(),
                 manifest,
                 checksum=Checksum(options.checksum),
@@ -305,7 +239,6 @@ class VersionedStore(ShardStore):
             if not self.drain(timeout_s):
                 raise IoTimeoutError(f"going back to step {self.step}: transfers go on")
             records = self._manifest.load()
-            _check_records(self._manifest, records, len(self._drives))
             with self._lock:
                 self._check_open()
                 self._keys = {key: entry for key, entry in self._keys.items() if key in self._volatile}
@@ -414,33 +347,3 @@ class VersionedStore(ShardStore):
             if operation.op is Op.WRITE:
                 entry.checksums.generation = self._manifest.generation + 1
             operation.check.generation = entry.checksums.generation
-
-
-def _used(records: Sequence[KeyRecord], drive: int) -> list[tuple[int, int]]:
-    """Spans of a drive, as (offset, nbytes), that keys of a generation take."""
-    return [
-        (one.extent.offset, one.extent.nbytes)
-        for record in records
-        for one in record.pieces
-        if one.extent.drive == drive
-    ]
-
-
-def _open_folder(directory: Path, rank: int, run_name: str, closing: ExitStack) -> DurableFolder:
-    try:
-        folder = DurableFolder(durable_folder(directory, rank), run_name)
-    except OSError as error:
-        raise make_directory_error(directory, error) from error
-    closing.callback(folder.close)
-    return folder
-
-
-def _check_records(manifest: Manifest, records: Sequence[KeyRecord], drives: int) -> None:
-    for record in records:
-        end = 0
-        for piece in record.pieces:
-            if piece.start != end or not 0 <= piece.extent.drive < drives:
-                break
-            end = piece.stop
-        if end != record.nbytes:
-            raise IntegrityError(f"{manifest.path} does not say where all of {record.key!r} lies", key=record.key)

@@ -37,6 +37,7 @@ class SeveralDrives:
             self.faults.append(wrap(backend))
             return self.faults[-1]
 
+        chosen = StorageOptions(**_OPTIONS | options)
         with ExitStack() as closing:
             opened = [
                 open_drive(
@@ -44,15 +45,16 @@ class SeveralDrives:
                     0,
                     run_name="test",
                     rank=0,
-                    options=StorageOptions(**_OPTIONS | options),
+                    options=chosen,
                     wrap_backend=remember,
                     closing=closing,
                 )
                 for number in range(drives)
             ]
             reserve(opened, capacity_nbytes, [1.0] * drives)
-            health = DriveHealth([drive.directory for drive in opened], self.clock.now_s)
-            space = Space(opened, [1.0] * drives, meters=self.meters, health=health)
+            directories = [drive.directory for drive in opened]
+            health = DriveHealth(directories, self.clock.now_s, retry_full_s=chosen.retry_full_s)
+            space = Space(opened, [1.0] * drives, options=chosen, meters=self.meters, health=health)
             self.store = ShardStore(space, closing.pop_all())
 
     def __enter__(self) -> SeveralDrives:

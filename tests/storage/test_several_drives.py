@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from storage.backends.faulty import Fault
 from storage.errors import SwapFullError, WriteError
-from storage.health import RETRY_S, DriveState
+from storage.health import DEFAULT_RETRY_FULL_S, DriveState
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
 from storage.types import Op
@@ -278,7 +279,7 @@ def test_a_full_drive_is_tried_again_after_a_while(
     injection = two.faults[1].inject(Fault.NO_SPACE, op=Op.WRITE, times=2)
     two.write(pool, "a", 1, _PAGES)
     for hits in (2, 2):
-        two.clock.sleep(RETRY_S)
+        two.clock.sleep(DEFAULT_RETRY_FULL_S)
         two.write(pool, "b", 2, _PAGES)  # the first attempt fails again, so that the key moves
         two.store.create(f"new {two.clock.now_s()}", 8 * MIB)
         assert injection.hits == hits
@@ -293,6 +294,72 @@ def test_a_full_drive_is_tried_again_after_a_while(
     two.write(pool, "new 60.0", 4, _PAGES)
     assert len(warnings(caplog)) == 2  # it was all right in between
     two.check_extents()
+
+
+def test_how_long_a_full_drive_is_left_alone_can_be_set(tmp_path: Path, pool: HostPool) -> None:
+    with SeveralDrives(tmp_path, retry_full_s=5.0) as two:
+        two.store.create("a", 8 * MIB)
+        two.faults[1].inject(Fault.NO_SPACE, op=Op.WRITE)
+        two.write(pool, "a", 1, _PAGES)
+        two.clock.sleep(4.0)
+        two.store.create("b", 8 * MIB)
+        assert two.by_drive("b") == {0: 8 * MIB}
+        two.clock.sleep(1.0)
+        two.store.create("c", 8 * MIB)
+        assert two.by_drive("c") == {0: 4 * MIB, 1: 4 * MIB}
+
+
+def files_nbytes(store: ShardStore) -> int:
+    """What the files take on the disks, all together."""
+    return sum(os.fstat(drive.file.fd).st_size for drive in store._drives)
+
+
+def test_what_drives_refuse_stays_within_the_limit_of_all_files(tmp_path: Path, pool: HostPool) -> None:
+    """Two keys move off a drive that takes nothing; for half of a third there is no room left in the budget."""
+    limit_nbytes = 34 * MIB
+    with SeveralDrives(tmp_path, capacity_nbytes=24 * MIB, files_nbytes=limit_nbytes) as two:
+        content = {}
+        for number, key in enumerate(("a", "b", "c")):
+            two.store.create(key, 8 * MIB)
+            content[key] = two.write(pool, key, number, _PAGES)
+        two.faults[1].inject(Fault.IO_ERROR, op=Op.WRITE, times=None)
+        for key in ("a", "b"):
+            content[key] = two.write(pool, key, 5, _PAGES)
+            assert two.by_drive(key) == {0: 8 * MIB}
+        assert files_nbytes(two.store) == 32 * MIB
+        with filled(pool, 8 * MIB, 6) as lease:
+            error = failure(two.store.submit_write("c", lease.memory, tag=TAG))
+        assert isinstance(error, SwapFullError)
+        assert "take 33554432 bytes together and need 4194304 more" in str(error)
+        assert f"beyond their limit of {limit_nbytes} bytes. Raise it (nvme.budget)" in str(error)
+        with pytest.raises(SwapFullError, match="beyond their limit"):
+            two.store.create("d", 24 * MIB)
+        assert files_nbytes(two.store) == 32 * MIB
+        assert {key: two.read(pool, key) for key in ("a", "b")} == {key: content[key] for key in ("a", "b")}
+        assert two.store.drive_report()[0].state is DriveState.OPEN  # nothing is wrong with it
+        two.store.delete("a")
+        assert two.write(pool, "c", 7, _PAGES) == two.read(pool, "c")  # goes on where room has become free
+        two.check_extents()
+
+
+def test_a_file_is_made_longer_only_by_what_is_missing_at_its_end(tmp_path: Path) -> None:
+    with SeveralDrives(tmp_path, 1, capacity_nbytes=6 * MIB, files_nbytes=8 * MIB) as one:
+        one.store.create("a", 4 * MIB)
+        one.store.create("b", 4 * MIB)
+        assert files_nbytes(one.store) == 8 * MIB
+        with pytest.raises(SwapFullError, match=r"take 8388608 bytes together and need 4096 more.*limit of 8388608"):
+            one.store.create("c", PAGE)
+
+
+@pytest.mark.parametrize("pages", [1, 7, 100, 1000])
+def test_no_more_is_reserved_than_asked_for(tmp_path: Path, pages: int) -> None:
+    paths = [tmp_path / str(number) for number in range(3)]
+    options = StorageOptions(free_margin_nbytes=0, files_nbytes=pages * PAGE)
+    store = ShardStore.open(paths, pages * PAGE - 5, options=options, speeds=[3.0, 1.0, 2.0])
+    assert files_nbytes(store) == pages * PAGE
+    store.close()
+    with pytest.raises(ValueError, match=f"its files may take {pages * PAGE} together"):
+        ShardStore.open(paths, pages * PAGE + 1, options=options)
 
 
 def test_when_every_drive_refuses_the_write_fails_with_need_and_have(two: SeveralDrives, pool: HostPool) -> None:

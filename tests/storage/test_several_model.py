@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from storage.backends.faulty import Fault
 from storage.errors import StorageError
-from storage.health import RETRY_S
+from storage.health import DEFAULT_RETRY_FULL_S
 from storage.pool import HostPool, Lease
 from storage.types import Op, Ticket
 from tests.storage.helpers import MIB, PAGE, TAG, WAIT_S, filled, pattern
@@ -125,7 +125,7 @@ class SeveralMachine(RuleBasedStateMachine):
         for one in self.several.faults:
             one.clear()
         self.broken.clear()
-        self.several.clock.sleep(RETRY_S)
+        self.several.clock.sleep(DEFAULT_RETRY_FULL_S)
 
     def settle(self) -> None:
         """Everything in flight ends; then nothing is leaked, shared, or wrong."""

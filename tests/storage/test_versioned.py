@@ -7,6 +7,8 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from storage.pool import HostPool
 from storage.types import Op
 from storage.versioned import VersionedStore
 from tests.storage.helpers import MIB, PAGE, TAG, WAIT_S, failure, filled, finish
-from tests.storage.versions import check_extents, get, is_damaged, open_versioned, put
+from tests.storage.versions import OPTIONS, check_extents, get, is_damaged, open_versioned, put
 
 
 @pytest.fixture
@@ -91,6 +93,29 @@ def test_space_is_at_most_doubled(store: VersionedStore, pool: HostPool) -> None
         store.commit(turn)
         assert store._drives[0].file.extents.capacity_nbytes == 64 * PAGE
         assert sum(nbytes for _, nbytes in store._drives[0].file.extents.used()) == 32 * PAGE
+
+
+def test_committing_stays_within_the_limit_of_all_files(tmp_path: Path, pool: HostPool) -> None:
+    """Twice the keys is enough, whatever order they are written in; less is refused, and nothing is lost."""
+    options = replace(OPTIONS, files_nbytes=32 * PAGE)
+    with closing(open_versioned(tmp_path, drives=2, capacity_nbytes=32 * PAGE, options=options)) as store:
+        content = {}
+        for key in ("a", "b"):
+            store.create(key, 8 * PAGE)
+            content[key] = put(store, pool, key, 1, 8)
+        store.commit(1)
+        for step in range(2, 6):
+            for key in ("a", "b") if step % 2 else ("b", "a"):
+                content[key] = put(store, pool, key, step, 8)
+            store.commit(step)
+        assert {key: get(store, pool, key) for key in content} == content
+        store.create("c", 16 * PAGE)
+        with pytest.raises(SwapFullError, match="beyond their limit"):
+            put(store, pool, "a", 9, 8)
+        assert {key: get(store, pool, key) for key in content} == content
+        sizes = [os.fstat(drive.file.fd).st_size for drive in store._drives]
+        assert sum(sizes) == 32 * PAGE
+        check_extents(store)
 
 
 def test_several_drives(tmp_path: Path, pool: HostPool) -> None:
