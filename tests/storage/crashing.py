@@ -16,9 +16,9 @@ from pathlib import Path
 from storage.pool import HostPool
 from storage.versioned import VersionedStore
 from tests.storage.helpers import TAG, filled, finish
-from tests.storage.versions import open_versioned, put
+from tests.storage.versions import change_speeds, open_versioned, put
 
-PAGES = {"whole": 9, "part": 70, "spread": 520, "same": 3}
+PAGES = {"whole": 9, "part": 70, "spread": 1056, "same": 3}
 KEPT = ("same",)
 
 
@@ -47,6 +47,7 @@ def main(folder: str, last_point: str) -> None:
         count += 1
 
     store = open_versioned(Path(folder), drives=2, capacity_nbytes=8 << 20, on_commit_point=point)
+    change_speeds(store, 10, 30)  # since generation 1, which lies on both drives alike: what is written moves
     pool = HostPool(64 << 20)
     point("opened")
     for key, pages in PAGES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,24 @@ from storage.types import Op
 from tests.storage.helpers import MIB, PAGE, TAG, StepClock, filled, finish
 
 _OPTIONS = {"block_nbytes": 256 << 10, "threads": 2, "free_margin_nbytes": 0, "engine": "buffered"}
+
+
+def show_speeds(meters: DriveMeters, clock: StepClock, mib_per_s: Sequence[int]) -> None:
+    """As if the drives had moved bytes at these speeds, so often that nothing else counts. `clock` is the meters'."""
+    for _ in range(30):
+        for drive, speed in enumerate(mib_per_s):
+            meters.began(drive, Op.WRITE, speed * MIB)
+        clock.sleep(1.0)
+        for drive, speed in enumerate(mib_per_s):
+            meters.ended(drive, Op.WRITE, speed * MIB, has_moved=True)
+
+
+def by_drive(store: ShardStore, key: str) -> dict[int, int]:
+    """Bytes of a key by drive."""
+    found: dict[int, int] = {}
+    for piece in store._keys[key].pieces:
+        found[piece.extent.drive] = found.get(piece.extent.drive, 0) + piece.extent.nbytes
+    return found
 
 
 class SeveralDrives:
@@ -65,12 +84,7 @@ class SeveralDrives:
 
     def are_measured(self, *mib_per_s: int) -> None:
         """The drives have shown these speeds so often that nothing else counts."""
-        for _ in range(30):
-            for drive, speed in enumerate(mib_per_s):
-                self.meters.began(drive, Op.WRITE, speed * MIB)
-            self.clock.sleep(1.0)
-            for drive, speed in enumerate(mib_per_s):
-                self.meters.ended(drive, Op.WRITE, speed * MIB, has_moved=True)
+        show_speeds(self.meters, self.clock, mib_per_s)
 
     def write(self, pool: HostPool, key: str, seed: int, pages: int, first: int = 0) -> bytes:
         with filled(pool, pages * PAGE, seed) as lease:
@@ -84,10 +98,7 @@ class SeveralDrives:
 
     def by_drive(self, key: str) -> dict[int, int]:
         """Bytes of a key by drive."""
-        found: dict[int, int] = {}
-        for piece in self.store._keys[key].pieces:
-            found[piece.extent.drive] = found.get(piece.extent.drive, 0) + piece.extent.nbytes
-        return found
+        return by_drive(self.store, key)
 
     def extents(self, key: str) -> set[tuple[int, int, int]]:
         return {

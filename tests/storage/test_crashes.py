@@ -10,7 +10,8 @@ import pytest
 
 from storage.pool import HostPool
 from tests.storage import crashing
-from tests.storage.helpers import PAGE, pattern
+from tests.storage.helpers import MIB, PAGE, pattern
+from tests.storage.several import by_drive
 from tests.storage.versions import check_extents, get, open_versioned, put
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,8 @@ def test_killed_at_every_point(tmp_path: Path, pool: HostPool) -> None:
             sorted(contents(store.step).items())
         )
         check_extents(store)
+        on_first_nbytes = by_drive(store, "spread")[0]
+        assert on_first_nbytes < 1.5 * MIB if is_new else on_first_nbytes >= 2 * MIB  # a quarter, or half
         # And it goes on from there.
         latest = put(store, pool, "whole", 7, crashing.PAGES["whole"])
         store.commit(3)

@@ -13,11 +13,13 @@ from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import StorageError
 from storage.pool import HostPool
 from storage.types import Op
-from tests.storage.helpers import PAGE, TAG, failure, filled
-from tests.storage.versions import check_extents, get, open_versioned, put
+from tests.storage.helpers import MIB, PAGE, TAG, failure, filled
+from tests.storage.versions import change_speeds, check_extents, get, open_versioned, put
 
 _KEYS = st.sampled_from(["a", "b", "c"])
 _PAGES = 70  # more than one block of checksums
+_SIZES = st.one_of(st.integers(1, _PAGES), st.just(5 * MIB // PAGE + 1))  # and one that is cut into pieces
+_SPEEDS = st.sampled_from([10, 20, 40, 200])
 
 Content = dict[str, list[bytes | None]]
 
@@ -28,12 +30,13 @@ class VersionedMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = TemporaryDirectory()
-        self.pool = HostPool(64 << 20)
+        self.pool = HostPool(256 << 20)
         self.content: Content = {}
         self.committed: Content = {}
         self.failed: set[str] = set()
         self.turn = 0
         self.generation = 0
+        self.refusing = False
 
     @initialize(drives=st.integers(1, 3))
     def begin(self, drives: int) -> None:
@@ -47,9 +50,10 @@ class VersionedMachine(RuleBasedStateMachine):
             self.faults.append(FaultyBackend(backend))  # type: ignore[arg-type]
             return self.faults[-1]
 
+        self.refusing = False
         self.store = open_versioned(Path(self.folder.name), drives=self.drives, capacity_nbytes=0, wrap_backend=wrap)
 
-    @rule(key=_KEYS, pages=st.integers(1, _PAGES))
+    @rule(key=_KEYS, pages=_SIZES)
     def create(self, key: str, pages: int) -> None:
         if key not in self.content:
             self.store.create(key, pages * PAGE, "float32")
@@ -66,6 +70,31 @@ class VersionedMachine(RuleBasedStateMachine):
             self.failed.discard(key)
 
     @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def speeds_change(self, data: st.DataObject) -> None:
+        """And keys are written again, as in training, in whole or in chunks: that is when they move."""
+        change_speeds(self.store, *(data.draw(_SPEEDS) for _ in range(self.drives)))
+        self.write_all(data.draw(st.sampled_from([2 * MIB // PAGE, 1 << 20])))
+
+    def write_all(self, chunk: int) -> None:
+        self.turn += 1
+        for key, pages in self.content.items():
+            for first in range(0, len(pages), chunk):
+                count = min(chunk, len(pages) - first)
+                written = put(self.store, self.pool, key, self.turn + first, count, first)
+                pages[first : first + count] = [written[i * PAGE : (i + 1) * PAGE] for i in range(count)]
+            self.failed.discard(key)
+
+    @precondition(lambda self: self.content and self.drives > 1)
+    @rule(data=st.data(), fault=st.sampled_from([Fault.IO_ERROR, Fault.NO_SPACE]))
+    def a_drive_refuses(self, data: st.DataObject, fault: Fault) -> None:
+        """For good until the store is opened again; the others take its part."""
+        if not self.refusing:
+            self.refusing = True
+            self.faults[data.draw(st.integers(0, self.drives - 1))].inject(fault, op=Op.WRITE, times=None)
+        self.write_all(1 << 20)
+
+    @precondition(lambda self: self.content and not self.refusing)
     @rule(data=st.data())
     def write_that_fails(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.content)))
@@ -135,5 +164,5 @@ class VersionedMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-VersionedMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+VersionedMachine.TestCase.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
 TestVersionedMachine = VersionedMachine.TestCase

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from storage.errors import IntegrityError
+from storage.meters import DriveMeters
 from storage.pool import HostPool
 from storage.store import StorageOptions
 from storage.versioned import VersionedStore
-from tests.storage.helpers import PAGE, TAG, WAIT_S, filled, finish
+from tests.storage.helpers import PAGE, TAG, WAIT_S, StepClock, filled, finish
+from tests.storage.several import show_speeds
 
 OPTIONS = StorageOptions(block_nbytes=16 * PAGE, threads=2, free_margin_nbytes=0)
 
@@ -19,6 +21,20 @@ def open_versioned(folder: Path, *, drives: int = 1, capacity_nbytes: int = 64 *
     paths = [folder / f"drive{number}" for number in range(drives)]
     more.setdefault("options", OPTIONS)
     return VersionedStore.open(paths, capacity_nbytes, **more)
+
+
+def open_with_speeds(folder: Path, *mib_per_s: int, **more: Any) -> VersionedStore:
+    """A store whose drives have shown these speeds, and show no others: its meters' time stands still."""
+    store = open_versioned(folder, drives=len(mib_per_s), **more)
+    change_speeds(store, *mib_per_s)
+    return store
+
+
+def change_speeds(store: VersionedStore, *mib_per_s: int) -> None:
+    clock = StepClock()
+    meters = DriveMeters(len(mib_per_s), clock.now_s)
+    show_speeds(meters, clock, mib_per_s)
+    store._space.meters = store._transfers._meters = meters
 
 
 def put(store: VersionedStore, pool: HostPool, key: str, seed: int, pages: int, first: int = 0) -> bytes:
