@@ -80,12 +80,15 @@ class Collectives:
 
     def exchange_text(self, mine: str) -> list[str]:
         """Texts of all members."""
-        encoded = mine.encode()
+        encoded = bytearray(mine.encode())
         sizes = self.exchange(torch.tensor([len(encoded)]))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        if not padded.numel():
+            return [""] * self.ranks.size
+        if encoded:
+            padded[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
         return [
-            bytes(row[: int(size)].tolist()).decode() for row, size in zip(self.exchange(padded), sizes, strict=True)
+            row[: int(size)].numpy().tobytes().decode() for row, size in zip(self.exchange(padded), sizes, strict=True)
         ]
 
     def local_size(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -15,8 +16,10 @@ from torch import nn
 from infinity import hooks
 from infinity.access import ParameterAccess
 from infinity.assemble import assemble
+from infinity.checkpoint.agreement import AllRanks
 from infinity.checkpoint.load import load_checkpoint
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
+from infinity.checkpoint.over_ranks import save_over_ranks
 from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.save import Beside, Stateful, save_checkpoint
 from infinity.checkpoint.series import Keep
@@ -25,11 +28,12 @@ from infinity.config import Config
 from infinity.durable.journal import Journal
 from infinity.durable.notes import StoredRun
 from infinity.durable.restore import find_run, restore, restore_shards
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import ConfigError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.init import fill_shards, leave_uninitialised
 from infinity.iteration import Iteration
+from infinity.lockstep import Want
 from infinity.materialise import FirstValues
 from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
@@ -235,7 +239,8 @@ class Engine:
         """Save parameters, optimizer state, buffers and random number generators to a folder.
 
         The folder appears when it is complete and on the drive; a checkpoint that is there already is replaced only
-        then. Gradients that no step has used are saved too.
+        then. Gradients that no step has used are saved too. With several ranks all of them call it, each writes its own
+        shards, and `path` is on a file system that all of them see.
 
         Args:
             optimizer: whose settings of parameter groups (lr, betas, ...) are saved; default is the one of this engine.
@@ -245,7 +250,8 @@ class Engine:
                 the folder. So many checkpoints of the series are kept, older ones are removed; "all" keeps them.
             wait: False returns as soon as it is known where everything lies; the checkpoint is written behind training,
                 with the values of now. What goes wrong then is raised by the next `step()`, `save()` or `wait_saved()`.
-                At most two are written at a time, to one place one: the next waits for the first.
+                At most two are written at a time, to one place one: the next waits for the first. Several ranks
+                always wait.
 
         Raises:
             CheckpointError: `path` cannot be written or is something else, or `extra` cannot be saved.
@@ -253,13 +259,16 @@ class Engine:
                 clipped or unscaled and not been used.
         """
         self._check_open()
-        self._refuse_ranks("engine.save()")
-        self._accept_edits()
         mine = self._updates.optimizer
         if optimizer is None and isinstance(mine, torch.optim.Optimizer):
             optimizer = mine
         beside = Beside(optimizer, scheduler, scaler, extra)
-        save_checkpoint(self._runtime, self._updates, Path(path), beside, keep=keep, wait=wait)
+        ranks = self._meet(Want.SAVE, "the checkpoints to save", str(path))
+        self._accept_edits()
+        if ranks is not None:
+            save_over_ranks(self._runtime, self._updates, Path(path), beside, ranks, keep=keep)
+        else:
+            save_checkpoint(self._runtime, self._updates, Path(path), beside, keep=keep, wait=wait)
 
     def wait_saved(self) -> None:
         """Wait until every checkpoint of `save(..., wait=False)` is complete and on its drive.
@@ -280,9 +289,10 @@ class Engine:
     ) -> dict[str, Any]:
         """Load a checkpoint of `save`; the run goes on with the same bits. Returns its `extra`.
 
-        Budgets, placement, schedule, precision and stage may differ from those of the engine that saved it. Everything
-        but the content of large files is checked before anything is changed. Gradients that no step has used are those
-        of the checkpoint. The random number generators of torch, Python and numpy are set as they were.
+        Budgets, placement, schedule, precision, stage and number of ranks may differ from those of the engine that
+        saved it; of several ranks all call it, and those beyond the ranks that saved keep their random numbers.
+        Everything but the content of large files is checked before anything is changed. Gradients that no step has used
+        are those of the checkpoint. The random number generators of torch, Python and numpy are set as they were.
 
         Args:
             path: a checkpoint, or the folder of a series: then the latest one that can be read.
@@ -295,9 +305,9 @@ class Engine:
             IterationError: an update was lost, or the running step has been applied in part.
         """
         self._check_open()
-        self._refuse_ranks("engine.load()")
         beside = Beside(optimizer, scheduler, scaler)
-        extra = load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), beside)
+        ranks = self._meet(Want.LOAD, "the checkpoints to load", str(path))
+        extra = load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), beside, ranks)
         if self._journal is not None:
             steps = max((step for state in self._runtime.states.values() for step in state.steps), default=0)
             self._journal.replaced(steps, extra)
@@ -306,13 +316,13 @@ class Engine:
     def read_optimizer_state(self) -> SlotStates:
         """Called by the optimizer's `state_dict()`: copies of all moments."""
         self._check_open()
-        self._refuse_ranks("optimizer.state_dict()")
-        return read_states(self._runtime, self._updates)
+        ranks = self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", "read")
+        return read_states(self._runtime, self._updates, ranks)
 
     def write_optimizer_state(self, states: SlotStates) -> None:
         """Called by the optimizer's `load_state_dict()`: replaces all moments and step counts."""
         self._check_open()
-        self._refuse_ranks("optimizer.load_state_dict()")
+        self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", "load")
         self._changed()
         write_states(self._runtime, self._updates, states)
 
@@ -414,13 +424,14 @@ class Engine:
             self._runtime.lockstep.collectives.note_error(error)
         self.close()
 
-    def _refuse_ranks(self, what: str) -> None:
-        if self._runtime.lockstep is not None:
-            ranks = self._runtime.lockstep.collectives.ranks
-            raise CheckpointError(
-                f"{what} works with one rank; this engine shares its state with {ranks.size - 1} others. Gather the "
-                "parameters, one module at a time, with infinity.gathered(module) on every rank, to save them"
-            )
+    def _meet(self, boundary: Want, what: str, value: str) -> AllRanks | None:
+        """Wait until every rank does this with the same value; None with one rank."""
+        lockstep = self._runtime.lockstep
+        if lockstep is None:
+            return None
+        digest = int.from_bytes(blake2b(value.encode(), digest_size=7).digest())
+        lockstep.agree(boundary, what, digest)
+        return AllRanks(lockstep)
 
     def _accept_edits(self) -> None:
         """Parameters that are there (resident, or in a `gathered()` block) may be edited; the next update sees it."""

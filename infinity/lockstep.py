@@ -37,9 +37,12 @@ class Want(IntEnum):
     STEP = 21
     SETUP = 22
     UNSCALE = 23
+    SAVE = 24
+    LOAD = 25
+    OPTIMIZER_STATE = 26
 
 
-_TOGETHER = frozenset({Want.CLIP, Want.STEP, Want.SETUP, Want.UNSCALE})
+_TOGETHER = frozenset(want for want in Want if want >= Want.CLIP)
 _NAMES = {
     Want.GATHER: "needs parameters of {}",
     Want.REDUCE: "has a gradient of {}",
@@ -49,6 +52,9 @@ _NAMES = {
     Want.STEP: "is in optimizer.step()",
     Want.UNSCALE: "takes the loss scale out",
     Want.SETUP: "is in infinity.offload()",
+    Want.SAVE: "saves a checkpoint",
+    Want.LOAD: "loads a checkpoint",
+    Want.OPTIMIZER_STATE: "asks for, or loads, the optimizer's state_dict()",
 }
 
 Lend = Callable[[FlatGroup, Collection[int]], None]
@@ -135,6 +141,11 @@ class Lockstep:
         """Gather equal 1-D CPU tensors of all ranks after they have met; row m is member m's."""
         with self.stalls.charged(StallCause.RANKS):
             return self.collectives.exchange(mine)
+
+    def exchange_text(self, mine: str) -> list[str]:
+        """Texts of all ranks, after they have met, by member."""
+        with self.stalls.charged(StallCause.RANKS):
+            return self.collectives.exchange_text(mine)
 
     def _round(self, want: Want, index: int, flat: torch.Tensor | None = None, *values: int) -> list[list[int]]:
         record = torch.zeros(2 + _VALUES, dtype=torch.int64)

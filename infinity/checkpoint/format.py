@@ -187,7 +187,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
         return Index(
             step=content["step"],
             precision=content["precision"],
-            parameters={name: _parse_parameter(entry) for name, entry in content["parameters"].items()},
+            parameters={name: parse_entry(entry) for name, entry in content["parameters"].items()},
             optimizer=None if groups is None else [OptimizerEntry(**group) for group in groups],
             rng=list(content["rng"]),
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
@@ -197,7 +197,8 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
         raise damaged(path, f"it does not have the expected content ({error!r})") from error
 
 
-def _parse_parameter(entry: Mapping[str, Any]) -> ParameterEntry:
+def parse_entry(entry: Mapping[str, Any]) -> ParameterEntry:
+    """A parameter's entry as `asdict` gave it."""
     tensors = {kind: tuple(Piece(**piece) for piece in pieces) for kind, pieces in entry["tensors"].items()}
     return ParameterEntry(**{**entry, "shape": tuple(entry["shape"]), "tensors": tensors})
 

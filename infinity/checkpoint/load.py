@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from infinity.checkpoint.agreement import Agreement, OneRank
 from infinity.checkpoint.format import (
     GRADIENT,
     PARAMETER,
@@ -49,15 +51,26 @@ _log = logging.getLogger(__name__)
 
 
 def load_checkpoint(
-    runtime: Runtime, updates: Updates, iteration: Iteration, path: Path, beside: Beside
+    runtime: Runtime,
+    updates: Updates,
+    iteration: Iteration,
+    path: Path,
+    beside: Beside,
+    ranks: Agreement | None = None,
 ) -> dict[str, Any]:
-    """Replace the whole state of an engine; see `Engine.load`."""
+    """Replace the whole state of an engine; see `Engine.load`.
+
+    Args:
+        ranks: of several ranks, which have met; every one reads what it holds.
+    """
+    ranks = ranks or OneRank()
     runtime.saver.settle()  # one of them may be what is to be loaded
     first: DamagedCheckpointError | None = None
-    found = candidates(path)
+    with ranks.together(f"loading {path}"):
+        found = candidates(path)
     for folder in found:
         try:
-            return _load(runtime, updates, iteration, folder, beside)
+            return _load(runtime, updates, iteration, folder, beside, ranks)
         except DamagedCheckpointError as error:
             first = first or error
             if folder != found[-1]:
@@ -68,27 +81,33 @@ def load_checkpoint(
 
 
 def _load(
-    runtime: Runtime, updates: Updates, iteration: Iteration, folder: Path, beside: Beside
+    runtime: Runtime, updates: Updates, iteration: Iteration, folder: Path, beside: Beside, ranks: Agreement
 ) -> dict[str, Any]:
-    with CheckpointReader(folder) as checkpoint:
-        content = _check(runtime, checkpoint, beside)
-        updates.settle("loading")
-        iteration.reset()
-        refuse_gathered(runtime)
-        with updates.consistency.replacing(f"loading {folder}"):
-            stand_still(runtime)
-            with Tiers(runtime) as tiers:
-                for group in runtime.groups:
-                    _load_group(runtime, tiers, group, checkpoint)
-            load_buffers(runtime.model, folder)
+    what = f"loading {folder}"
+    with ExitStack() as stack:
+        with ranks.together(what):
+            checkpoint = stack.enter_context(CheckpointReader(folder))
+            content = _check(runtime, checkpoint, beside)
+            updates.settle("loading")
+            iteration.reset()
+            refuse_gathered(runtime)
+        with updates.consistency.replacing(what):
+            with ranks.together(what):
+                stand_still(runtime)
+                with Tiers(runtime) as tiers:
+                    for group in runtime.groups:
+                        _load_group(runtime, tiers, group, checkpoint)
+                load_buffers(runtime.model, folder)
             go_on(runtime)
-        load_gradients(runtime, updates, checkpoint)
+        with ranks.together(what):
+            load_gradients(runtime, updates, checkpoint)
         if beside.optimizer is not None:
             restore_settings(checkpoint.index.optimizer, beside.optimizer)
         for thing, state in ((beside.scheduler, content["scheduler"]), (beside.scaler, content["scaler"])):
             if thing is not None:
                 thing.load_state_dict(state)
-        restore_rng_state(checkpoint.index.rng[0])
+        if ranks.member < len(checkpoint.index.rng):  # what more ranks than saved it draw is theirs
+            restore_rng_state(checkpoint.index.rng[ranks.member])
         extra: dict[str, Any] = content["extra"]
         return extra
 

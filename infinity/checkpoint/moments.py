@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.checkpoint.agreement import AllRanks
 from infinity.checkpoint.tiers import Tiers
+from infinity.groups import FlatGroup
 from infinity.runtime import Runtime
 from infinity.updates import Updates
 
@@ -24,12 +26,44 @@ SlotStates = dict[tuple[int, int], SlotState]
 """By index of the group and number of the slot; parameters that were never updated are left out."""
 
 
-def read_states(runtime: Runtime, updates: Updates) -> SlotStates:
-    """Copies of all moments, in fp32 on the CPU.
+def read_states(runtime: Runtime, updates: Updates, ranks: AllRanks | None = None) -> SlotStates:
+    """Copies of all moments, in fp32 on the CPU; on every rank whole.
+
+    Args:
+        ranks: of several ranks, which have met.
 
     Raises:
         IterationError: an update was lost, or the running step has been applied in part.
     """
+    if ranks is None:
+        return _read_own(runtime, updates)
+    with ranks.together("reading the optimizer's state"):
+        found = _read_own(runtime, updates)
+    for index, state in runtime.states.items():
+        for moment in runtime.kernel.moments:
+            _trade(ranks, state.group, {n: found[i, n].moments[moment] for i, n in found if i == index})
+    return found
+
+
+def _trade(ranks: AllRanks, group: FlatGroup, tensors: Mapping[int, torch.Tensor]) -> None:
+    """Give the other ranks this one's part of tensors, by slot of the group, and take theirs."""
+    if not tensors:
+        return
+    flat = torch.zeros(group.layout.numel)
+    slots = {number: slice(group.layout.slots[number].offset, group.layout.slots[number].stop) for number in tensors}
+    for number, place in slots.items():
+        flat[place] = tensors[number].view(-1)  # outside of this rank's part they are overwritten
+    own = group.state_span
+    others = [shard for shard in range(group.sharding.size) if shard != group.sharding.rank]
+    spans = ((shard, group.span_of(shard)) for shard in others)
+    targets = ((shard, flat[span.start : span.stop]) for shard, span in spans)
+    for _ in ranks.collectives.trade(flat[own.start : own.stop], targets):
+        pass
+    for number, place in slots.items():
+        tensors[number].view(-1).copy_(flat[place])
+
+
+def _read_own(runtime: Runtime, updates: Updates) -> SlotStates:
     updates.consistency.check()
     updates.settle("reading the optimizer's state")
     found: SlotStates = {}

@@ -70,13 +70,13 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class _Small:
+class Small:
     """What else a checkpoint holds, as of the moment it was asked for."""
 
     packed: bytes
     buffers: Mapping[str, torch.Tensor]
     optimizer: list[OptimizerEntry] | None
-    rng: dict[str, Any]
+    rng: list[dict[str, Any]]
     step: int
     precision: str
     parameters: Mapping[str, ParameterEntry]
@@ -87,13 +87,8 @@ def save_checkpoint(
     runtime: Runtime, updates: Updates, path: Path, beside: Beside, *, keep: Keep = None, wait: bool = True
 ) -> None:
     """Write everything a run needs to go on; see `Engine.save`."""
-    check_keep(keep)
     path = Path(path).absolute()
-    runtime.saver.raise_failure()
-    runtime.saver.make_room(path)
-    updates.consistency.check()
-    updates.gradients.refuse_adjusted("saving")
-    updates.settle("saving")
+    settle_for_saving(runtime, updates, path, keep)
     save = _capture(runtime, path, beside, keep)
     if wait or not _has_room(runtime, save):
         runtime.saver.write(save)
@@ -101,20 +96,30 @@ def save_checkpoint(
         runtime.saver.begin(save)
 
 
+def settle_for_saving(runtime: Runtime, updates: Updates, path: Path, keep: Keep) -> None:
+    """What is to be saved is complete and at rest, or the save is refused before anything is made."""
+    check_keep(keep)
+    runtime.saver.raise_failure()
+    runtime.saver.make_room(path)
+    updates.consistency.check()
+    updates.gradients.refuse_adjusted("saving")
+    updates.settle("saving")
+
+
 def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> CapturedSave:
     packed = beside.pack()
     entries = optimizer_entries(beside.optimizer, runtime.groups) if beside.optimizer is not None else None
     with ExitStack() as stack:
         if keep is not None:
-            stack.push(partial(_note, path, keep))
+            stack.push(partial(note_in_series, path, keep))
         folder = stack.enter_context(replaced_folder(path, lambda there: (there / INDEX_FILE).exists()))
         files = [capture_group(runtime, group) for group in runtime.groups]
         parameters, pending = save_gradients(runtime, folder, merged([file.entries for file in files]))
-        small = _Small(
+        small = Small(
             packed=packed,
             buffers=copy_buffers(runtime.model),
             optimizer=entries,
-            rng=rng_state(),
+            rng=[rng_state()],
             step=max((step for state in runtime.states.values() for step in state.steps), default=0),
             precision=runtime.config.precision.value,
             parameters=parameters,
@@ -125,16 +130,16 @@ def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> Captur
         if runtime.store is not None:
             held = runtime.store.hold(sorted(set[str]().union(*map(ShardFile.stored_keys, files))))
             stack.callback(held.close)
-        return CapturedSave(path, folder, files, held, partial(_finish, folder, small), stack.pop_all())
+        return CapturedSave(path, folder, files, held, partial(finish_folder, folder, small), stack.pop_all())
 
 
-def _note(path: Path, keep: Keep, kind: type[BaseException] | None, error: object, trace: object) -> None:
+def note_in_series(path: Path, keep: Keep, kind: type[BaseException] | None, error: object, trace: object) -> None:
     """The folder is in its place, if there is no error."""
     if kind is None:
         note_saved(path, keep)
 
 
-def _finish(folder: Path, small: _Small, files: Mapping[str, FileEntry]) -> None:
+def finish_folder(folder: Path, small: Small, files: Mapping[str, FileEntry]) -> None:
     """Write what is small, and the index last."""
     save_buffers(small.buffers, folder)
     write_synced(folder / EXTRA_FILE, small.packed)
@@ -148,7 +153,7 @@ def _finish(folder: Path, small: _Small, files: Mapping[str, FileEntry]) -> None
         precision=small.precision,
         parameters=dict(small.parameters),
         optimizer=small.optimizer,
-        rng=[small.rng],
+        rng=small.rng,
         files={**files, **small.files, **others},
         written_by={"torch": str(torch.__version__)},
     )

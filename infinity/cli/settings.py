@@ -121,11 +121,9 @@ def _check_directories(config: Config) -> None:
 
 
 def _check_ranks(options: TrainOptions) -> None:
-    given = {"--save": options.save, "--resume": options.resume, "--baseline": options.baseline}
-    one_rank_only = [name for name, value in given.items() if value]
     size = this_job().size
-    if size > 1 and one_rank_only:
-        raise ConfigError(f"{one_rank_only[0]} works with one rank, and this job has {size}; leave it out")
+    if size > 1 and options.baseline:
+        raise ConfigError(f"--baseline works with one rank, and this job has {size}; leave it out")
 
 
 def _engine_config(options: TrainOptions) -> Config:

@@ -131,8 +131,10 @@ def make_mistakes(folder: Path) -> dict[str, str]:
         loss_of(model, batch(rank)).backward()  # type: ignore[no-untyped-call]
         gradient = model.head.weight.grad
         said["gradient"] = _said(lambda: gradient + 1)
-        said["save"] = _said(lambda: engine.save(folder / "checkpoint"))
-        said["state_dict"] = _said(optimizer.state_dict)
+        said["save"] = _said(lambda: engine.save(folder / f"checkpoint{rank}"))
+        (folder / "file").touch()
+        said["unsaved"] = _said(lambda: engine.save(folder / "file"))
+        said["nothing there"] = _said(lambda: engine.load(folder / "nothing"))
         clip = [lambda: infinity.clip_grad_norm_(model.parameters(), 1.0), optimizer.step]
         said["clip"] = _said(clip[rank])
         optimizer.zero_grad()

@@ -33,10 +33,12 @@ def test_two_ranks_train_and_one_prints(tmp_path: Path) -> None:
     swap = tmp_path / "swap"
     swap.mkdir()
     common = ("--clip", "1.0", "--nvme", str(swap))
-    ranks, report = train(tmp_path, _TORCHRUN, *common)
+    ranks, report = train(tmp_path, _TORCHRUN, *common, "--save", str(tmp_path / "checkpoint"))
     assert ranks.returncode == 0, ranks.stderr[-3000:]
     together: dict[str, Any] = json.loads(report.read_text())
     assert list(swap.rglob("*.swap")) == []
+    resumed, _ = train(tmp_path, [], "--accumulate", "2", *common, "--resume", str(tmp_path / "checkpoint"))
+    assert "continuing with step 2" in resumed.stdout, resumed.stderr[-3000:]
     single, report = train(tmp_path, [], "--accumulate", "2", *common)
     assert single.returncode == 0, single.stderr[-3000:]
     alone = json.loads(report.read_text())
@@ -48,7 +50,7 @@ def test_two_ranks_train_and_one_prints(tmp_path: Path) -> None:
 
 
 def test_what_one_rank_only_can_do_is_refused_before_training(tmp_path: Path) -> None:
-    ranks, report = train(tmp_path, _TORCHRUN, "--save", str(tmp_path / "checkpoint"))
+    ranks, report = train(tmp_path, _TORCHRUN, "--baseline")
     assert ranks.returncode != 0
-    assert "--save works with one rank, and this job has 2" in ranks.stderr
+    assert "--baseline works with one rank, and this job has 2" in ranks.stderr
     assert not report.exists()

@@ -1,0 +1,77 @@
+"""Saving on some number of ranks and loading on another; each function runs in processes of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import infinity
+from tests.parity.loops import gathered_parameters
+from tests.ranks.jobs import rank_and_size
+from tests.ranks.training import make_config
+from tests.zoo import Net, batch, build, loss_of
+
+TIGHT = {"host": {"budget": "400KiB"}, "device": {"kind": "cpu", "budget": "2MiB"}}
+
+
+def backward(model: torch.nn.Module, step: int) -> float:
+    rank, size = rank_and_size()
+    loss = loss_of(model, batch(step, shape=(12, 11)).chunk(size)[rank])
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item()
+
+
+def state_of(model: torch.nn.Module, optimizer: infinity.AdamW) -> dict[str, Tensor]:
+    """Parameters, and moments by index."""
+    found = gathered_parameters(model)
+    for number, state in optimizer.state_dict()["state"].items():
+        found |= {f"{number}/{name}": value for name, value in state.items()}
+    return found
+
+
+def train_and_save(folder: Path, checkpoint: Path, settings: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
+    """Two steps, one more backward, a checkpoint; then the state as it was saved, and the losses that follow."""
+    model = build(Net)
+    with infinity.offload(model, make_config(folder / "swap", TIGHT | settings)) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        saved = state_of(model, optimizer)
+        backward(model, 2)
+        engine.save(checkpoint, scheduler=scheduler, extra={"step": 2})
+        return saved, go_on(model, optimizer)
+
+
+def go_on(model: torch.nn.Module, optimizer: infinity.AdamW) -> list[float]:
+    """The step of the gradients that wait, and two more."""
+    losses = []
+    for step in (3, 4):
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(backward(model, step))
+    return losses
+
+
+def load_each(folder: Path, checkpoints: list[Path], settings: dict[str, Any]) -> list[Any]:
+    """The state that every checkpoint gives, and the losses with which it goes on."""
+    found = []
+    for number, checkpoint in enumerate(checkpoints):
+        model = build(Net, seed=5)
+        with infinity.offload(model, make_config(folder / f"swap{number}", TIGHT | settings)) as engine:
+            optimizer = infinity.AdamW(model.parameters(), lr=0.5, max_grad_norm=1.0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            assert engine.load(checkpoint, optimizer=optimizer, scheduler=scheduler) == {"step": 2}
+            assert optimizer.param_groups[0]["lr"] == 0.0025
+            loaded = state_of(model, optimizer)
+            moments = optimizer.state_dict()
+            optimizer.load_state_dict(moments)
+            assert all(torch.equal(value, loaded[name]) for name, value in state_of(model, optimizer).items())
+            found.append((loaded, go_on(model, optimizer)))
+    return found

@@ -1,0 +1,55 @@
+"""A checkpoint of any number of ranks gives the same state, bit for bit, on any other number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.checkpoint.reader import CheckpointReader
+from tests.ranks.checkpoints import load_each, train_and_save
+from tests.ranks.spawn import run_ranks, values
+from tests.ranks.training import assert_same_bits
+
+pytestmark = pytest.mark.timeout(300)  # every process imports torch
+Saved = dict[int, tuple[Path, list[Any]]]
+
+
+def save(folder: Path, size: int, stage: int = 3) -> tuple[Path, list[Any]]:
+    checkpoint = folder / "checkpoint"
+    return checkpoint, values(run_ranks(train_and_save, size, folder, checkpoint, {"stage": stage}))
+
+
+def assert_loads(folder: Path, saved: list[tuple[Path, list[Any]]], size: int, **settings: Any) -> None:
+    paths = [path for path, _ in saved]
+    for found in values(run_ranks(load_each, size, folder, paths, settings)):
+        for (state, losses), (_, before) in zip(found, saved, strict=True):
+            assert_same_bits(state, before[0][0])
+            if size == len(before):
+                assert losses in [after for _, after in before]
+
+
+def test_two_ranks_go_on_as_they_would_have(tmp_path: Path) -> None:
+    saved = save(tmp_path / "saved", 2)
+    files = sorted(path.name for path in saved[0].iterdir())
+    assert {name.split(".")[1] for name in files if name.startswith("group")} == {"rank0", "rank1"}
+    with CheckpointReader(saved[0]) as checkpoint:
+        assert len(checkpoint.index.rng) == 2
+    assert_loads(tmp_path / "loaded", [saved], 2)
+
+
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, list[Any]]]:
+    """Saved on one, two and four ranks, and on two in stage 1."""
+    where = [tmp_path_factory.mktemp("saved") for _ in range(4)]
+    cases = ((1, 3), (2, 3), (4, 3), (2, 1))
+    return [save(folder, *case) for folder, case in zip(where, cases, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 3), (3, 3), (4, 3), (2, 2)])
+def test_any_number_of_ranks_loads_any_other(
+    tmp_path: Path, everywhere: list[tuple[Path, list[Any]]], size: int, stage: int
+) -> None:
+    assert_loads(tmp_path, everywhere, size, stage=stage)
