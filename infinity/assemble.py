@@ -19,9 +19,9 @@ from infinity.devices.base import Device
 from infinity.devices.select import make_device
 from infinity.durable.notes import StoredRun
 from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.grouping import make_groups
 from infinity.groups import ALONE, FlatGroup, Unit
 from infinity.init import staging_nbytes
-from infinity.layout import Sharding
 from infinity.materialise import FirstValues
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
@@ -31,7 +31,7 @@ from infinity.rank_gradients import reduction_nbytes
 from infinity.ranks import Ranks
 from infinity.released import Access
 from infinity.runtime import Runtime
-from infinity.units import ROOT_NAME, UnitSpec, partition
+from infinity.units import partition
 
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
 _HOST_SHARE = 2
@@ -73,7 +73,7 @@ def assemble(
         stack.callback(threads.close)
         kernel = kernel_for(config.precision, threads, config.optimizer)
         sharding = ranks.sharding(config.stage) if ranks is not None else ALONE
-        groups, units = _make_groups(specs, config.precision, kernel, device, sharding)
+        groups, units = make_groups(specs, config.precision, kernel, device, sharding)
         chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)
         staging = staging_nbytes(model, units, groups, values)
         request = _request(config, units, groups, kernel, device, local_size, chunk_nbytes, staging)
@@ -159,58 +159,6 @@ def _host_budget(config: Config, local_size: int) -> int:
     if config.host.budget is not None:
         return config.host.budget // local_size
     return int(psutil.virtual_memory().available) // _HOST_SHARE // local_size
-
-
-def _make_groups(
-    specs: Sequence[UnitSpec], precision: Precision, kernel: Kernel, device: Device, sharding: Sharding = ALONE
-) -> tuple[list[FlatGroup], list[Unit]]:
-    compute_dtype = device.compute_dtype(precision)
-    groups: list[FlatGroup] = []
-    group_of: dict[int, FlatGroup] = {}
-    units: list[Unit] = []
-    for index, spec in enumerate(specs):
-        buckets: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for number, entry in enumerate(spec.own):
-            buckets.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(number)
-        mine: dict[int, FlatGroup] = {}
-        for (dtype, trainable), numbers in buckets.items():
-            own = [spec.own[n] for n in numbers]
-            shard, compute = _dtypes(own[0].name, dtype, trainable, precision, kernel, compute_dtype)
-            kind = str(dtype).removeprefix("torch.") + ("" if trainable else ".frozen")
-            group = FlatGroup(
-                len(groups),
-                f"{spec.name or ROOT_NAME}/{kind}",
-                own,
-                shard_dtype=shard,
-                compute_dtype=compute,
-                sharding=sharding,
-            )
-            groups.append(group)
-            mine[group.index] = group
-            group_of.update({id(entry.parameter): group for entry in own})
-        for entry in spec.borrowed:
-            group = group_of[id(entry.parameter)]
-            mine[group.index] = group
-        units.append(Unit(index, spec.name, spec.module, tuple(mine.values()), spec.resident))
-        for group in mine.values():
-            group.units.add(index)
-    return groups, units
-
-
-def _dtypes(
-    name: str, dtype: torch.dtype, trainable: bool, precision: Precision, kernel: Kernel, compute_dtype: torch.dtype
-) -> tuple[torch.dtype, torch.dtype]:
-    """Stored and compute dtype of a parameter."""
-    if not dtype.is_floating_point or dtype.itemsize == 1:
-        return dtype, dtype
-    if precision is Precision.FP32:
-        if trainable and dtype is not torch.float32:
-            raise UnsupportedModelError(
-                f"parameter {name!r} is {dtype} and trains, but precision is 'fp32': convert the model with .float(), "
-                "or use precision='bf16'"
-            )
-        return dtype, dtype
-    return kernel.param_dtype, compute_dtype
 
 
 def _refuse_late_updates(config: Config) -> None:

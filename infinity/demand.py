@@ -70,6 +70,14 @@ class Sizes:
         return largest
 
 
+def completed_late(units: Sequence[Unit]) -> set[int]:
+    """Groups whose gradient is complete after the backward of other units: several units use them, or several places.
+
+    Autograd holds what has arrived of it until the last contribution.
+    """
+    return {g.index for unit in units for g in unit.groups if len(g.units) > 1 or unit.n_places > 1}
+
+
 def held_together(units: Sequence[Unit]) -> Iterator[tuple[Unit, list[FlatGroup]]]:
     """For every unit, the groups that are gathered while it runs: its own and those of the units it lies in."""
     streamed = [unit for unit in units if not unit.resident]

@@ -213,13 +213,19 @@ class FlatGroup:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Modules gathered together, at run time. `groups` are gathered with it; some may be borrowed (tied weights)."""
+    """Modules gathered together, at run time.
+
+    Attributes:
+        groups: gathered with it; some may be borrowed (tied weights).
+        n_places: how often the module stands in the model: it is called in as many places.
+    """
 
     index: int
     name: str
     module: nn.Module
     groups: tuple[FlatGroup, ...]
     resident: bool
+    n_places: int = 1
 
     @property
     def device(self) -> torch.device:

@@ -1,10 +1,5 @@
 """One training or evaluation iteration as the hooks see it: what is gathered, harvested and released when.
 
-[Note: when a gradient is complete]
-After the backward of a unit, unless the unit ran several times, shares parameters with another unit, or was used
-outside its own forward; then at the end of backward. A forward is counted when it runs in training mode and as long as
-its graph lives, a backward when it is over; a group is complete early only when both counts agree.
-
 [Note: stale graphs]
 A graph that is older than an update of its parameters would be differentiated with the new values. Plain PyTorch
 notices by the version counters of the parameters; here they do not move, so the numbers of updates are compared.
@@ -14,20 +9,19 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.call_counts import CallCounts
 from infinity.config import DeviceKind
 from infinity.conversions import CONVERSIONS, keep_or_refuse
 from infinity.durable.journal import Journal
-from infinity.errors import IterationError, NotGatheredError, UnsupportedModelError
+from infinity.errors import DeviceOutOfMemoryError, IterationError, NotGatheredError, UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
-from infinity.hooks import GraphTasks, in_backward, live_with_graph, watch_outputs
+from infinity.hooks import GraphTasks, in_backward, watch_outputs
 from infinity.lending import Lending
 from infinity.lockstep import Want
 from infinity.occupancy import Occupancy
@@ -44,21 +38,13 @@ from infinity.released import (
 from infinity.repeats import Repeats
 from infinity.runs import OpenRuns, Run
 from infinity.runtime import Runtime
+from infinity.shortage import explain_shortage
 from infinity.structure import Structure
 from infinity.updates import Updates
 
 _ON_USE = "gathered on use"
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _log = logging.getLogger(__name__)
-
-
-class _Forward:
-    """One outermost forward in training mode: how often every unit ran. Lives as long as the graph that it made."""
-
-    __slots__ = ("__weakref__", "calls")
-
-    def __init__(self) -> None:
-        self.calls: Counter[int] = Counter()
 
 
 class Iteration:
@@ -74,10 +60,7 @@ class Iteration:
         self._occupancy = Occupancy(runtime.model)
         self._structure: Structure | None = None
         self._is_in_forward = False  # an outermost forward has begun and has not been seen to end
-        self._backward_runs: Counter[int] = Counter()
-        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        self._forward: _Forward | None = None  # the one under way
-        self._kept_forwards: list[_Forward] = []  # of graphs whose end cannot be seen
+        self._calls = CallCounts()
         self._used_elsewhere: set[int] = set()
         self._used_in_forward: set[int] = set()  # by the forward under way, outside of the parameters' units
         self._resident = {group.index for group in runtime.resident_groups}
@@ -109,10 +92,7 @@ class Iteration:
         self._updates.warn_without_optimizer()
         if self._journal is not None:
             self._journal.forward_begins(trains=self._mode is Mode.TRAIN)
-        self._forward = None
-        if self._mode is Mode.TRAIN:
-            self._forward = _Forward()
-            self._forwards.add(self._forward)
+        self._calls.begin_forward(trains=self._mode is Mode.TRAIN)
         self._repeats.begin()
         runtime.order.begin(self._mode)
         trace, position = runtime.order.upcoming()
@@ -132,9 +112,7 @@ class Iteration:
             if used and output is not None and torch.is_grad_enabled():
                 versions = self._versions(used)
                 watch_outputs(output, lambda: self._pre_backward_on_use(used, versions))
-            forward, self._forward = self._forward, None
-            if forward is not None and output is not None and not live_with_graph(output, forward):
-                self._kept_forwards.append(forward)
+            self._calls.end_forward(output)
             self._meet_after_forward(is_complete=output is not None)
             return self._lending.take_back(output)
         return output
@@ -144,8 +122,8 @@ class Iteration:
         if not recomputing:
             self._occupancy.check()
         self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
-        if not recomputing and self._forward is not None:
-            self._forward.calls[unit.index] += 1
+        if not recomputing:
+            self._calls.called(unit)
 
     def post_forward(self, unit: Unit, output: Any) -> None:
         self._refuse_edited(unit)
@@ -171,12 +149,10 @@ class Iteration:
         unit = run.unit
         self._refuse_stale(unit.groups, versions)
         self._gather(unit, Phase.BACKWARD)
-        for group in unit.trainable():
-            self._runtime.sink.expect(group)
+        self._expect_gradients(unit.groups)
 
     def _end_run(self, unit: Unit) -> None:
-        self._backward_runs[unit.index] += 1
-        is_over = self._backward_runs[unit.index] == sum(forward.calls[unit.index] for forward in self._forwards)
+        is_over = self._calls.end_backward_of(unit)
         for group in unit.trainable():
             self._harvest(group, is_final=is_over and self._has_one_user(group))
         self._repeats.run_over(unit)
@@ -191,15 +167,13 @@ class Iteration:
         self._repeats.forget()
         runtime.gatherer.release_all()
         runtime.sink.end_backward()
-        self._backward_runs.clear()
+        self._calls.end_backward()
         if runtime.lockstep is not None:
             runtime.lockstep.end(Want.END_BACKWARD)
 
     def end_step(self) -> None:
         """The optimizer step is over: counts start again."""
-        self._backward_runs.clear()
-        self._forwards.clear()
-        self._kept_forwards.clear()
+        self._calls.clear()
 
     def refuse_failed(self) -> None:
         """A step is about to use the gradients.
@@ -239,7 +213,7 @@ class Iteration:
     def _drop_forward(self) -> None:
         """Nothing of a forward that was interrupted is left; gradients that wait stay."""
         self._is_in_forward = False
-        self._forward = None
+        self._calls.drop_forward()
         self._used_in_forward.clear()
         self._repeats.forget()
         self._runtime.gatherer.release_all()
@@ -283,7 +257,7 @@ class Iteration:
         for group in groups:
             self._used_elsewhere.add(group.index)
             self._used_in_forward.add(group.index)
-            if self._runtime.gatherer.gather(group, _ON_USE, phase):
+            if self._gather_group(group, _ON_USE, phase):
                 self._record(Access(phase, self._unit_of[group.index]))
 
     def _pre_backward_on_use(self, groups: Sequence[FlatGroup], versions: Sequence[int]) -> None:
@@ -292,9 +266,7 @@ class Iteration:
         self._updates.check_backward()
         self._refuse_stale(groups, versions)
         self._gather_on_use(groups)
-        for group in groups:
-            if group.trainable:
-                self._runtime.sink.expect(group)
+        self._expect_gradients(groups)
 
     # Parts -----------------------------------------------------------------------------------------------------
 
@@ -339,10 +311,30 @@ class Iteration:
         fetched = False
         for group in unit.groups:
             if group.index not in self._resident:
-                fetched |= self._runtime.gatherer.gather(group, unit.index, phase)
+                fetched |= self._gather_group(group, unit.index, phase)
         if fetched:
             self._record(Access(phase, unit.index))
             self._upload_ahead()
+
+    def _gather_group(self, group: FlatGroup, user: Hashable, phase: Phase) -> bool:
+        try:
+            return self._runtime.gatherer.gather(group, user, phase)
+        except DeviceOutOfMemoryError as error:
+            raise self._explained(error) from error
+
+    def _expect_gradients(self, groups: Iterable[FlatGroup]) -> None:
+        try:
+            for group in groups:
+                if group.trainable:
+                    self._runtime.sink.expect(group)
+        except DeviceOutOfMemoryError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: DeviceOutOfMemoryError) -> DeviceOutOfMemoryError:
+        """Say which budget works, when it is the way in which the model uses its units that needs more memory."""
+        runtime, repeated = self._runtime, self._calls.called_several_times()
+        elsewhere = [runtime.groups[index] for index in self._used_elsewhere - self._resident]
+        return explain_shortage(error, runtime.placement, runtime.units, repeated, elsewhere)
 
     def _record(self, access: Access) -> None:
         if self._repeats.is_repetition(access):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from infinity.config import Schedule
-from infinity.demand import Request, Sizes, Term, held_together
+from infinity.demand import Request, Sizes, Term, completed_late, held_together
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
 from infinity.host_division import HostDivision
@@ -170,7 +170,8 @@ def _refusal(tier: str, budget: int, minimum: int, terms: Sequence[Term]) -> str
 def _device_terms(request: Request, sizes: Sizes) -> tuple[list[Term], int]:
     resident = sum(g.flat_nbytes for g in request.groups if g.index in sizes.resident)
     resident_grads = sum(g.flat_nbytes for g in request.groups if g.index in sizes.resident and g.trainable)
-    shared = [g for g in sizes.streamed if g.trainable and len(g.units) > 1]
+    late = completed_late(request.units)
+    shared = [g for g in sizes.streamed if g.trainable and g.index in late]
     largest, name = 0, "none"
     for unit, groups in held_together(request.units):
         need = sum(g.flat_nbytes for g in groups if g.index not in sizes.resident)
@@ -183,7 +184,7 @@ def _device_terms(request: Request, sizes: Sizes) -> tuple[list[Term], int]:
         Term(
             "shared gradients",
             sum(g.flat_nbytes for g in shared),
-            "gradients of parameters that several units use, which are complete after the last of them",
+            "gradients of what is used in several places, which are complete after the last of them",
         ),
         Term("largest unit", largest, f"parameters and gradients of {name} and what encloses it"),
     ]

@@ -12,6 +12,7 @@ shard, several users.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ class UnitSpec:
     own: list[Owned]
     borrowed: list[Owned]
     resident: bool = False
+    n_places: int = 1  # how often the module stands in the model: it is called in as many places
 
 
 def find_parameters(model: nn.Module) -> list[Owned]:
@@ -228,10 +230,11 @@ def _assign(
 ) -> list[UnitSpec]:
     owned_by: dict[int, UnitSpec] = {}
     chosen_ids = {id(module) for _, module in chosen}
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     specs = []
     by_id = {id(entry.parameter): entry for entry in parameters}
     for name, module in chosen:
-        spec = UnitSpec(name, module, [], [])
+        spec = UnitSpec(name, module, [], [], n_places=places[id(module)])
         for parameter in _own_subtree(module, chosen_ids):
             entry = by_id[id(parameter)]
             if id(parameter) in owned_by:

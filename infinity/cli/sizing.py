@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity import assemble
 from infinity.config import Config, DeviceKind, Precision, Schedule
 from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice, has_fast_bf16
+from infinity.grouping import make_groups
 from infinity.init import empty_init, staging_nbytes
 from infinity.models.gpt import Gpt, GptShape
 from infinity.optim.kernel_threads import KernelThreads
@@ -59,7 +59,7 @@ def minima_of(shape: GptShape, config: Config) -> Minima:
         specs = partition(
             model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes
         )
-        groups, units = assemble._make_groups(specs, config.precision, kernel, device)
+        groups, units = make_groups(specs, config.precision, kernel, device)
         schedule = Schedule.SYNCHRONOUS if config.schedule is Schedule.AUTO else config.schedule
         placement = make_placement(
             Request(

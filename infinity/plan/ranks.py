@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from infinity.assemble import _make_groups
 from infinity.config import Precision
 from infinity.devices.cpu import CpuDevice
+from infinity.grouping import make_groups
 from infinity.groups import FlatGroup, Unit
 from infinity.optim.hyper import Kernel
 from infinity.units import Owned, UnitSpec
@@ -36,13 +36,12 @@ def rank_groups(
     `shard_nbytes` and `layout` are this rank's part, `flat_nbytes` the whole that is gathered on the device.
     """
     device = PlannedDevice(has_fast_bf16=has_fast_bf16)
-    groups, units = _make_groups(specs, precision, kernel, device)
+    groups, units = make_groups(specs, precision, kernel, device)
     if ranks == 1:
         return groups, units
     parts = [_part(group, ranks) for group in groups]
     resized = [
-        Unit(unit.index, unit.name, unit.module, tuple(parts[g.index] for g in unit.groups), unit.resident)
-        for unit in units
+        Unit(u.index, u.name, u.module, tuple(parts[g.index] for g in u.groups), u.resident, u.n_places) for u in units
     ]
     return parts, resized
 

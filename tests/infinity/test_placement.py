@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-from infinity.assemble import _make_groups
 from infinity.config import Precision, Schedule
 from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice
 from infinity.errors import PlacementError
+from infinity.grouping import make_groups
 from infinity.init import staging_nbytes
 from infinity.optim.kernels import kernel_for
 from infinity.placement import Placement, make_placement
@@ -33,7 +33,7 @@ def request_of(model: nn.Module, precision: Precision = Precision.FP32, **change
     """What the engine would ask for, with budgets that hold everything unless `changes` says otherwise."""
     specs = partition(model, resident_threshold_nbytes=changes.pop("threshold_nbytes", KIB))
     kernel = kernel_for(precision)
-    groups, units = _make_groups(specs, precision, kernel, CpuDevice(PLENTY))
+    groups, units = make_groups(specs, precision, kernel, CpuDevice(PLENTY))
     request = Request(
         units=units,
         groups=groups,

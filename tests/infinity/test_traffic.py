@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.assemble import _make_groups
 from infinity.config import Precision, Schedule
 from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice
+from infinity.grouping import make_groups
 from infinity.groups import FlatGroup
 from infinity.models.gpt import Gpt, GptShape
 from infinity.optim.kernels import kernel_for
@@ -61,7 +61,7 @@ def base(precision: Precision, frozen_blocks: int = 0) -> Request:
         block.requires_grad_(False)
     kernel = kernel_for(precision)
     specs = partition(model, resident_threshold_nbytes=1 << 20)
-    groups, units = _make_groups(specs, precision, kernel, CpuDevice(PLENTY))
+    groups, units = make_groups(specs, precision, kernel, CpuDevice(PLENTY))
     return Request(
         units=units,
         groups=groups,
@@ -203,7 +203,7 @@ def test_padding_is_counted_apart() -> None:
 def case_of(model: nn.Module, schedule: Schedule, more_nbytes: int = 0) -> Case:
     kernel = kernel_for(Precision.FP32)
     specs = partition(model, resident_threshold_nbytes=0)
-    groups, units = _make_groups(specs, Precision.FP32, kernel, CpuDevice(PLENTY))
+    groups, units = make_groups(specs, Precision.FP32, kernel, CpuDevice(PLENTY))
     request = replace(base(Precision.FP32), units=units, groups=groups, fields=kernel.fields, schedule=schedule)
     smallest = make_placement(request).host_minimum_nbytes
     request = replace(request, host_budget_nbytes=smallest + more_nbytes)
