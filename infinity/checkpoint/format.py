@@ -4,6 +4,7 @@
     group-00000.rank0.safetensors      shards of one group of the run that saved it, as one rank held them
     gradients.rank0.safetensors        gradients that no step had used yet, if there were any
     buffers.safetensors                the model's persistent buffers
+    config.json, ...                   what a model of transformers says about itself (see `description`)
     extra.pt                           scheduler, loss scaler, and what the caller gave as `extra`
 
 [Note: checkpoint by name] The index tells by parameter name in which pieces of which files its elements lie. So the

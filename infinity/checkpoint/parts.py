@@ -118,6 +118,17 @@ def load_buffers(model: nn.Module, folder: Path) -> None:
             buffer.copy_(values.view(buffer.shape))
 
 
+def saved_buffers(folder: Path) -> dict[str, torch.Tensor]:
+    """The buffers of a checkpoint; none if it has none."""
+    found: dict[str, torch.Tensor] = {}
+    if (folder / BUFFERS_FILE).exists():
+        with TensorFileReader(folder / BUFFERS_FILE) as file:
+            for name, span in file.spans.items():
+                found[name] = torch.empty(span.shape, dtype=span.dtype)
+                file.read(name, 0, found[name].view(-1))
+    return found
+
+
 def check_buffers(model: nn.Module, folder: Path, index: Index) -> None:
     """Refuse buffers that are not those of the model."""
     wanted = {name: (b.dtype, tuple(b.shape)) for name, b in persistent_buffers(model).items()}

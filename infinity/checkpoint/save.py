@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.checkpoint.capture import capture_group
+from infinity.checkpoint.description import describe_model
 from infinity.checkpoint.folder import replaced_folder
 from infinity.checkpoint.format import (
     BUFFERS_FILE,
@@ -80,6 +81,7 @@ class Small:
     step: int
     precision: str
     parameters: Mapping[str, ParameterEntry]
+    descriptions: Mapping[str, bytes]
     files: dict[str, FileEntry] = field(default_factory=dict)
 
 
@@ -123,6 +125,7 @@ def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> Captur
             step=max((step for state in runtime.states.values() for step in state.steps), default=0),
             precision=runtime.config.precision.value,
             parameters=parameters,
+            descriptions=describe_model(runtime.model),
             files=pending,
         )
         files = [file for file in files if file.parts]
@@ -143,9 +146,11 @@ def finish_folder(folder: Path, small: Small, files: Mapping[str, FileEntry]) ->
     """Write what is small, and the index last."""
     save_buffers(small.buffers, folder)
     write_synced(folder / EXTRA_FILE, small.packed)
+    for name, data in small.descriptions.items():
+        write_synced(folder / name, data)
     others = {
         name: FileEntry((folder / name).stat().st_size, checksum_of_file(folder / name))
-        for name in (BUFFERS_FILE, EXTRA_FILE)
+        for name in (BUFFERS_FILE, EXTRA_FILE, *small.descriptions)
         if (folder / name).exists()
     }
     index = Index(

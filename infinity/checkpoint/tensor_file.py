@@ -61,10 +61,21 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class TensorFileWriter:
-    """Writes tensors piece by piece; the pieces of one tensor come in order. Close it, then take the checksums."""
+    """Writes tensors piece by piece; the pieces of one tensor come in order. Close it, then take the checksums.
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
-        header, self._spans = lay_out(tensors)
+    Args:
+        path: file to make.
+        tensors: dtype and shape of every tensor, by name, in order.
+        metadata: text by name, for the header.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        header, self._spans = lay_out(tensors, metadata=metadata)
         self._ends = {name: span.offset for name, span in self._spans.items()}
         self._hashers = {name: xxhash.xxh3_64() for name in tensors}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -107,10 +118,13 @@ class TensorFileWriter:
 
 
 def lay_out(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], *, align_nbytes: int = _ALIGN_NBYTES
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    *,
+    align_nbytes: int = _ALIGN_NBYTES,
+    metadata: Mapping[str, str] | None = None,
 ) -> tuple[bytes, dict[str, TensorSpan]]:
     """The header, and where every tensor will lie in the file: the first one at a multiple of `align_nbytes`."""
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _CODES:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from infinity.cli.bench import app as bench
+from infinity.cli.checkpoint import app as checkpoint
 from infinity.cli.doctor import doctor
 from infinity.cli.failures import deferred
 from infinity.cli.migrate import migrate
@@ -40,6 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(checkpoint, name="checkpoint")
 app.command(epilog=EPILOG)(doctor)
 app.command(epilog=EPILOG)(plan)
 app.command(epilog=EPILOG)(migrate)

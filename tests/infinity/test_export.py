@@ -1,0 +1,248 @@
+"""Export: what transformers and PEFT load gives the logits of the trained model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import infinity
+from infinity.weights.export import Exported, ExportOptions, export_checkpoint
+from tests.conftest import MakeEngine
+from tests.parity import hf_models
+from tests.parity.loops import gathered_parameters
+from tests.zoo import Net, batch, build, loss_of
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in PEFT
+
+_BUDGETS = {"host": {"budget": "4MiB"}, "device": {"kind": "cpu", "budget": "64MiB"}}
+_TIGHT = {"host": {"budget": "440KiB"}}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _trained(offload: MakeEngine, model: nn.Module, folder: Path, **settings: Any) -> dict[str, Tensor]:
+    """Train a step and save; the parameters that the model computes with."""
+    engine = offload(model, **{**_BUDGETS, **settings})
+    optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(2):
+        loss = loss_of(model, batch(step)) if isinstance(model, Net) else hf_models.hf_loss(
+            model, hf_models.token_batch(step)
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.save(folder, optimizer=optimizer)
+    model.eval()
+    return gathered_parameters(model)
+
+
+def _logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(**hf_models.inputs_of(model, hf_models.token_batch(9))).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "shard_nbytes"),
+    [("gpt2", 20_000), ("llama", None), ("qwen2", None), ("mixtral", 20_000), ("bert", None), ("t5", 20_000)],
+)
+def test_transformers_loads_it(offload: MakeEngine, tmp_path: Path, kind: str, shard_nbytes: int | None) -> None:
+    torch.manual_seed(0)
+    model = getattr(hf_models, kind)()
+    _trained(offload, model, tmp_path / "saved")
+    exported = export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(shard_nbytes=shard_nbytes))
+    assert (len(exported.written.files) > 1) == (shard_nbytes is not None)
+    assert exported.kind == "model"
+    assert "config.json" in exported.beside
+    loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(_logits(loaded.eval()), _logits(model))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [None, "fp32", "bf16"])
+def test_dtypes(offload: MakeEngine, tmp_path: Path, precision: str, dtype: str | None) -> None:
+    """By default what the model computed with, exactly; else the fp32 master, converted as torch does it."""
+    model = build(Net)
+    computed = _trained(offload, model, tmp_path / "saved", precision=precision, **_TIGHT)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(dtype=dtype and _DTYPES[dtype]))
+    export_checkpoint(tmp_path / "saved", tmp_path / "master", ExportOptions(dtype=torch.float32))
+    got, master = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "master"))
+    wanted_dtype = _DTYPES[dtype or precision]
+    assert {t.dtype for t in got.values()} == {wanted_dtype}
+    for name, value in got.items():
+        if wanted_dtype is _DTYPES[precision]:
+            assert torch.equal(value.to(computed[name].dtype), computed[name]), name
+        else:
+            assert torch.equal(value, master[name].to(wanted_dtype)), name
+
+
+def test_shards_are_cut_by_size_and_indexed(offload: MakeEngine, tmp_path: Path) -> None:
+    model = build(Net)
+    computed = _trained(offload, model, tmp_path / "saved", **_TIGHT)
+    written = export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(shard_nbytes=20_000)).written
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == written.nbytes == sum(t.numel() * 4 for t in computed.values())
+    assert sorted({*index["weight_map"].values()}) == sorted(written.files)
+    found: dict[str, Tensor] = {}
+    for name in written.files:
+        assert (tmp_path / "out" / name).stat().st_size < 20_000 + 4_000
+        with safe_open(tmp_path / "out" / name, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+        found |= load_file(tmp_path / "out" / name)
+    assert found.keys() == computed.keys()
+    assert all(torch.equal(found[name], computed[name]) for name in found)
+
+
+def test_what_is_exported_loads_again_with_buffers(offload: MakeEngine, tmp_path: Path) -> None:
+    class Buffered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(5))
+
+    model = build(Buffered)
+    model.get_buffer("table").add_(3)
+    computed = _trained(offload, model, tmp_path / "saved", **_TIGHT)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(shard_nbytes=20_000))
+    with infinity.empty_init():
+        again = Buffered()
+    offload(again, weights=tmp_path / "out", **_TIGHT)
+    got = gathered_parameters(again)
+    assert all(torch.equal(got[name], computed[name]) for name in computed)
+    assert torch.equal(again.get_buffer("table"), model.get_buffer("table"))
+
+
+def test_configuration_is_copied_from_a_folder(offload: MakeEngine, tmp_path: Path) -> None:
+    model = hf_models.llama()
+    model.config.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    (tmp_path / "base" / "model.safetensors.index.json").write_text("{}")
+    computed = _trained(offload, model, tmp_path / "saved", precision="bf16")
+    exported = export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(config=tmp_path / "base"))
+    assert sorted(exported.beside) == ["config.json", "tokenizer.json"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, value in loaded.named_parameters():
+        assert value.dtype is torch.bfloat16
+        assert torch.equal(value.to(computed[name].dtype), computed[name]), name
+
+
+# Adapters -----------------------------------------------------------------------------------------------------------
+
+
+def _adapted(kind: str, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    modules = {"llama": ["q_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn", "c_proj"]}[kind]
+    chosen = {"r": 4, "lora_alpha": 16, "target_modules": modules, "task_type": "CAUSAL_LM", **settings}
+    if kind == "gpt2":
+        chosen["fan_in_fan_out"] = True
+    adapted: nn.Module = peft.get_peft_model(getattr(hf_models, kind)(), peft.LoraConfig(**chosen))
+    return adapted
+
+
+def _plain_base(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    base: nn.Module = getattr(hf_models, kind)()
+    return base
+
+
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "gpt2": ("gpt2", {}),
+    "rslora": ("llama", {"use_rslora": True, "alpha_pattern": {"down_proj": 3}, "rank_pattern": {"q_proj": 2}}),
+    "head": ("llama", {"modules_to_save": ["lm_head"]}),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_peft_loads_an_adapter(offload: MakeEngine, tmp_path: Path, kind: str) -> None:
+    base, settings = _KINDS[kind]
+    model = _adapted(base, **settings)
+    _trained(offload, model, tmp_path / "saved")
+    exported = export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions())
+    assert exported.kind == "adapter"
+    assert exported.written.files == ("adapter_model.safetensors",)
+    loaded = peft.PeftModel.from_pretrained(_plain_base(base), tmp_path / "out").eval()
+    assert torch.equal(_logits(loaded), _logits(model))
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_merged_weights_are_those_of_peft(offload: MakeEngine, tmp_path: Path, kind: str) -> None:
+    base, settings = _KINDS[kind]
+    model = _adapted(base, **settings)
+    _trained(offload, model, tmp_path / "saved")
+    exported = export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(merge=True, shard_nbytes=30_000))
+    assert exported.kind == "merged model"
+    export_checkpoint(tmp_path / "saved", tmp_path / "adapter", ExportOptions())
+    wanted = peft.PeftModel.from_pretrained(_plain_base(base), tmp_path / "adapter").merge_and_unload().eval()
+    got, report = type(wanted).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, value in got.named_parameters():
+        assert torch.allclose(value, wanted.get_parameter(name), atol=1e-6), name
+    assert torch.allclose(_logits(got.eval()), _logits(model), atol=1e-5)
+
+
+def test_chunks_of_a_merged_weight_need_not_be_rows(
+    offload: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _trained(offload, _adapted("gpt2"), tmp_path / "saved")
+    export_checkpoint(tmp_path / "saved", tmp_path / "whole", ExportOptions(merge=True))
+    monkeypatch.setattr("infinity.weights.outgoing.CHUNK_NUMEL", 77)
+    export_checkpoint(tmp_path / "saved", tmp_path / "cut", ExportOptions(merge=True))
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.allclose(whole[name], cut[name], atol=1e-7) for name in whole)
+
+
+# Refused ------------------------------------------------------------------------------------------------------------
+
+
+def _export(offload: MakeEngine, folder: Path, model: nn.Module, options: ExportOptions) -> Exported:
+    _trained(offload, model, folder / "saved")
+    return export_checkpoint(folder / "saved", folder / "out", options)
+
+
+def test_kinds_of_adapters_that_cannot_be_merged_are_named(offload: MakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(infinity.CheckpointError, match=r"lora_magnitude_vector.*cannot be merged here"):
+        model = _adapted("llama", use_dora=True, target_modules=["q_proj"])
+        _export(offload, tmp_path, model, ExportOptions(merge=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_merging_what_has_no_adapter_is_refused(offload: MakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(infinity.ConfigError, match="no adapter to merge"):
+        _export(offload, tmp_path, hf_models.llama(), ExportOptions(merge=True))
+
+
+def test_an_adapter_that_is_not_there_is_refused(offload: MakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(infinity.CheckpointError, match=r"adapter_config\.other\.json is missing"):
+        _export(offload, tmp_path, _adapted("llama"), ExportOptions(adapter="other"))
+
+
+def test_a_folder_that_is_there_is_not_replaced(offload: MakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+    with pytest.raises(infinity.CheckpointError, match="not replaced"):
+        _export(offload, tmp_path, build(Net), ExportOptions())
+    assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def test_damage_is_found_and_nothing_left(offload: MakeEngine, tmp_path: Path) -> None:
+    _trained(offload, build(Net), tmp_path / "saved", **_TIGHT)
+    path = max((tmp_path / "saved").glob("group-*.safetensors"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[6000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(infinity.CheckpointError, match="wrong checksum"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions())
+    assert not (tmp_path / "out").exists()
