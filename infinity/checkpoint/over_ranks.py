@@ -16,6 +16,7 @@ from typing import Any
 
 from infinity.checkpoint.agreement import AllRanks
 from infinity.checkpoint.capture import capture_group
+from infinity.checkpoint.description import describe_model
 from infinity.checkpoint.folder import replaced_folder
 from infinity.checkpoint.format import INDEX_FILE, FileEntry, ParameterEntry, merged, parse_entry
 from infinity.checkpoint.parts import copy_buffers, optimizer_entries
@@ -68,6 +69,7 @@ def save_over_ranks(
                     step=max((step for state in runtime.states.values() for step in state.steps), default=0),
                     precision=runtime.config.precision.value,
                     parameters=merged([_entries(one) for one in said]),
+                    descriptions=describe_model(runtime.model),
                 )
                 finish_folder(folder, small, _files(said))
                 stack.close()  # the folder takes its place
