@@ -75,8 +75,7 @@ class ParameterAccess:
         """The master of a changed element becomes its new value in the dtype of the shard."""
         copy = self._runtime.copies[group.index]
         param_nbytes = chunk.numel * group.shard_dtype.itemsize
-        completes_master = len(self._runtime.kernel.fields) > len(self._runtime.kernel.moments)
-        has_rest = record is not None and record.is_initialised and completes_master
+        has_rest = record is not None and record.is_initialised and self._runtime.kernel.completes_master
         state_nbytes = record.nbytes if record is not None and has_rest and record.lease is None else 0
         with self._buffer(group, param_nbytes + state_nbytes) as lease:
             new = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=chunk.numel)

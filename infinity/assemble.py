@@ -71,7 +71,7 @@ def assemble(
         stack.callback(device.close)
         threads = KernelThreads(config.optimizer_threads)
         stack.callback(threads.close)
-        kernel = kernel_for(config.precision, threads, config.optimizer)
+        kernel = kernel_for(config.precision, threads, config.optimizer, config.state_format)
         sharding = ranks.sharding(config.stage) if ranks is not None else ALONE
         groups, units = make_groups(specs, config.precision, kernel, device, sharding)
         chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from infinity.config import Schedule
 from infinity.gradients import gradient_nbytes
 from infinity.groups import FlatGroup, Unit, count_uses, enclosing
-from infinity.optim.hyper import StateField
+from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.optim.hyper import StateField, most_nbytes_per_element, payload_nbytes
+from storage.align import PAGE_NBYTES, align_down
+
+MIN_CHUNK_NUMEL = 4 * SHARD_ALIGN_NUMEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,12 @@ class Sizes:
     """Sizes that the planner compares, by group and by unit."""
 
     def __init__(self, request: Request) -> None:
-        self.state_per_element = sum(f.dtype.itemsize for f in request.fields)
+        self.state_per_element = most_nbytes_per_element(request.fields)
         self.resident = {g.index for u in request.units if u.resident for g in u.groups}
         self.streamed = [g for g in request.groups if g.index not in self.resident]
         self.shard: Mapping[int, int] = {g.index: g.shard_nbytes for g in request.groups}
         self.state: Mapping[int, int] = {
-            g.index: g.state_span.numel * self.state_per_element if g.trainable else 0 for g in request.groups
+            g.index: _state_nbytes(request, g) if g.trainable else 0 for g in request.groups
         }
         self.gradient: Mapping[int, int] = {g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups}
         self.uses: Mapping[int, int] = count_uses(request.units)
@@ -76,6 +80,22 @@ def completed_late(units: Sequence[Unit]) -> set[int]:
     Autograd holds what has arrived of it until the last contribution.
     """
     return {g.index for unit in units for g in unit.groups if len(g.units) > 1 or unit.n_places > 1}
+
+
+def _state_nbytes(request: Request, group: FlatGroup) -> int:
+    """Bytes of a group's records, however they are cut: each may end in pages that are not full."""
+    cut = max(-(-group.state_span.numel // smallest_chunk_numel(request)), 1)
+    spare = PAGE_NBYTES * sum(f.block_numel > 1 for f in request.fields)
+    most = group.state_span.numel * most_nbytes_per_element(request.fields)
+    return min(payload_nbytes(request.fields, group.state_span.numel) + cut * spare, most)
+
+
+def smallest_chunk_numel(request: Request) -> int:
+    """Elements of the smallest chunks that a placement may choose."""
+    if request.chunk_nbytes is None:
+        return MIN_CHUNK_NUMEL
+    wanted = request.chunk_nbytes // max(most_nbytes_per_element(request.fields), 4)
+    return max(align_down(wanted, SHARD_ALIGN_NUMEL), SHARD_ALIGN_NUMEL)
 
 
 def held_together(units: Sequence[Unit]) -> Iterator[tuple[Unit, list[FlatGroup]]]:

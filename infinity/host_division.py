@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from infinity.config import Schedule
-from infinity.demand import Request, Sizes, Term
+from infinity.demand import Request, Sizes, Term, smallest_chunk_numel
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.sizes import MIB, format_nbytes
 from storage.align import align_down
 
-_MIN_CHUNK_NUMEL = 4 * SHARD_ALIGN_NUMEL
 _TARGET_CHUNK_NBYTES = 16 * MIB
 _PIPELINE_DEPTH = 3
 
@@ -49,10 +48,7 @@ class HostDivision:
 
     def _smallest_chunk(self) -> int:
         largest = max((g.state_span.numel for g in self._sizes.streamed), default=SHARD_ALIGN_NUMEL)
-        if self._request.chunk_nbytes is not None:
-            wanted = self._request.chunk_nbytes // max(self._sizes.state_per_element, 4)
-            return min(max(align_down(wanted, SHARD_ALIGN_NUMEL), SHARD_ALIGN_NUMEL), largest)
-        return min(_MIN_CHUNK_NUMEL, largest)
+        return min(smallest_chunk_numel(self._request), largest)
 
     def _chunk_nbytes(self, numel: int) -> int:
         return numel * self._sizes.chunk_per_element

@@ -10,6 +10,7 @@ the parameters say which elements of them are theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from infinity.checkpoint.format import PARAMETER, ParameterEntry, Piece, group_f
 from infinity.checkpoint.shard_file import MemorySource, Part, ShardFile, StoredSource
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan, Slot
+from infinity.optim.moments import BLOCK_NUMEL, SCALE
 from infinity.optim.records import GroupState, Record
 from infinity.runtime import Runtime
 
@@ -39,7 +41,8 @@ class _Capture:
         self._span = group.span_of(rank)
         self._state: GroupState | None = runtime.states.get(group.index)
         self._moments: Sequence[str] = runtime.kernel.moments
-        self._rest = next((f.name for f in runtime.kernel.fields if f.name not in self._moments), None)
+        self._rest = runtime.kernel.fields[0].name if runtime.kernel.completes_master else None
+        self._scaled = {f.name.removesuffix(SCALE) for f in runtime.kernel.fields if f.name.endswith(SCALE)}
 
     def file(self) -> ShardFile:
         parts = [*self._param_parts(), *(part for record in self._records() for part in self._record_parts(record))]
@@ -79,11 +82,11 @@ class _Capture:
     def _record_parts(self, record: Record) -> Iterator[Part]:
         offset = 0
         for f in record.fields:
-            nbytes = record.chunk.numel * f.dtype.itemsize
+            nbytes = f.stored_nbytes(record.chunk.numel)
             source: StoredSource | MemorySource = StoredSource(record.key, offset)
             if not record.is_stored and record.lease is not None:
                 source = MemorySource(record.key, record.lease.memory[offset : offset + nbytes])
-            yield Part(_state_part(record, f.name), f.dtype, record.chunk.numel, source)
+            yield Part(_state_part(record, f.name), f.dtype, nbytes // f.dtype.itemsize, source)
             offset += nbytes
 
     # Entries ---------------------------------------------------------------------------------------------------
@@ -112,7 +115,11 @@ class _Capture:
         for span, record in self._spans():
             if record is not None:
                 for start, numel, at in _overlap(slot, span):
-                    yield Piece(start, numel, self._file_name, _state_part(record, moment), at)
+                    piece = Piece(start, numel, self._file_name, _state_part(record, moment), at)
+                    if moment in self._scaled:
+                        scales = _state_part(record, moment + SCALE)
+                        piece = replace(piece, scales=scales, scales_at=at // BLOCK_NUMEL)
+                    yield piece
 
 
 def _state_part(record: Record, name: str) -> str:

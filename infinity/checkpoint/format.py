@@ -52,6 +52,8 @@ class Piece:
         at: the first element there.
         low, low_at: the tensor of the same file with the lower halves, and the first element there. Then `tensor` has
             the upper halves (see [Note: split master]), and the value is both together, in fp32. "" without.
+        scales, scales_at: the tensor of the same file with the scales of 8-bit codes (see [Note: 8-bit codes]), and the
+            one of the first element's block. "" without.
     """
 
     start: int
@@ -61,6 +63,8 @@ class Piece:
     at: int
     low: str = ""
     low_at: int = 0
+    scales: str = ""
+    scales_at: int = 0
 
     @property
     def stop(self) -> int:

@@ -37,12 +37,13 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.save import Beside
 from infinity.checkpoint.series import candidates
-from infinity.checkpoint.tiers import CHECKPOINT_STEP, Tiers, Values
+from infinity.checkpoint.tiers import CHECKPOINT_STEP, Tiers, Values, blank_moment
 from infinity.errors import CheckpointError
 from infinity.groups import FlatGroup
 from infinity.iteration import Iteration
 from infinity.layout import Slot
 from infinity.observe.stalls import StallCause
+from infinity.optim.hyper import Kernel
 from infinity.optim.splitmaster import split_master
 from infinity.runtime import Runtime
 from infinity.updates import Updates
@@ -204,19 +205,20 @@ def _load_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, checkpoint: Ch
         if span.record is not None:
             # State that is zero need not be written: records are born zero. Low halves are rarely all zero.
             used = any(steps[piece.slot] for piece in span.record.chunk.pieces)
-            completes_master = len(runtime.kernel.fields) > len(runtime.kernel.moments)
-            span.record.is_initialised = used or completes_master
-        _fill(values, runtime.kernel.moments, steps, checkpoint)
+            span.record.is_initialised = used or runtime.kernel.completes_master
+        _fill(values, checkpoint)
+        if span.record is not None:
+            _fill_moments(values, runtime.kernel, steps, checkpoint)
         tiers.write(values, state=span.record is not None and span.record.is_initialised)
     for span in tiers.copied_spans(group):
         values = tiers.blank(span)
-        _fill(values, (), steps, checkpoint)
+        _fill(values, checkpoint)
         tiers.write(values, state=False)
     if state is not None:
         state.steps[:] = steps
 
 
-def _fill(values: Values, moments: Sequence[str], steps: list[int], checkpoint: CheckpointReader) -> None:
+def _fill(values: Values, checkpoint: CheckpointReader) -> None:
     span, group = values.span, values.span.group
     low, whole = values.state.get("low"), values.state.get("master")
     # See [Note: precisions meet in the master].
@@ -226,9 +228,6 @@ def _fill(values: Values, moments: Sequence[str], steps: list[int], checkpoint: 
         for number, first, last, start in span.pieces():
             slot = group.layout.slots[number]
             checkpoint.read(slot.name, PARAMETER, start, master[first:last])
-            if steps[number]:
-                for moment in moments:
-                    checkpoint.read(slot.name, moment, start, values.state[moment][first:last])
         if is_split:
             high, rest = split_master(master)
             values.param.copy_(high)
@@ -236,3 +235,13 @@ def _fill(values: Values, moments: Sequence[str], steps: list[int], checkpoint: 
                 low.copy_(rest)
         if whole is not None:
             values.param.copy_(whole)
+
+
+def _fill_moments(values: Values, kernel: Kernel, steps: list[int], checkpoint: CheckpointReader) -> None:
+    """Moments of parameters that were updated; those of others are zero."""
+    for moment in kernel.moments:
+        new = blank_moment(values, moment)
+        for number, first, last, start in values.span.pieces():
+            if steps[number]:
+                checkpoint.read(values.span.group.layout.slots[number].name, moment, start, new[first:last])
+        kernel.encode(moment, new, values.state)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.checkpoint.agreement import AllRanks
-from infinity.checkpoint.tiers import Tiers
+from infinity.checkpoint.tiers import Tiers, blank_moment
 from infinity.groups import FlatGroup
 from infinity.runtime import Runtime
 from infinity.updates import Updates
@@ -76,11 +76,12 @@ def _read_own(runtime: Runtime, updates: Updates) -> SlotStates:
         for index, state in runtime.states.items():
             for span in tiers.spans(state.group):
                 values = tiers.read(span, param=False)
+                decoded = {moment: runtime.kernel.decode(moment, values.state) for moment in names}
                 for number, first, last, start in span.pieces():
                     if (index, number) in found:
                         for moment, tensor in found[index, number].moments.items():
                             flat = tensor.view(-1)[start : start + last - first]
-                            flat.copy_(values.state[moment][first:last])
+                            flat.copy_(decoded[moment][first:last])
     return found
 
 
@@ -97,14 +98,15 @@ def write_states(runtime: Runtime, updates: Updates, states: SlotStates) -> None
             for span in tiers.spans(state.group):
                 # The rest of the record, the low halves of the master, belongs to the parameters and stays.
                 values = tiers.read(span, param=False)
-                for moment in runtime.kernel.moments:
-                    values.state[moment].zero_()
+                replaced = {moment: blank_moment(values, moment) for moment in runtime.kernel.moments}
                 for number, first, last, start in span.pieces():
                     new = slots[number]
                     if new is not None:
                         for moment, tensor in new.moments.items():
                             flat = tensor.reshape(-1)[start : start + last - first]
-                            values.state[moment][first:last].copy_(flat)
+                            replaced[moment][first:last].copy_(flat)
+                for moment, tensor in replaced.items():
+                    runtime.kernel.encode(moment, tensor, values.state)
                 if span.record is not None:
                     is_used = any(slots[piece.slot] is not None for piece in span.record.chunk.pieces)
                     tiers.write(values, param=False, state=is_used or span.record.is_initialised)

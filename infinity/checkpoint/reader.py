@@ -21,6 +21,7 @@ from infinity.checkpoint.format import (
 )
 from infinity.checkpoint.part_file import PartFileReader, refuse_other_size
 from infinity.errors import CheckpointError
+from infinity.optim.moments import BLOCK_NUMEL, decode_codes
 from infinity.optim.splitmaster import join_master
 
 _OPEN_FILES = 8
@@ -76,7 +77,7 @@ class CheckpointReader:
             if first < last:
                 if first != at:
                     break
-                self._read_piece(piece, first - piece.start, into[first - start : last - start])
+                self._read_piece(kind, piece, first - piece.start, into[first - start : last - start])
                 at = last
         if at != stop:
             raise damaged(self.folder, f"{kind} of {name!r} lacks elements {at} to {stop}")
@@ -124,7 +125,7 @@ class CheckpointReader:
 
     # Parts -----------------------------------------------------------------------------------------------------
 
-    def _read_piece(self, piece: Piece, skip: int, into: torch.Tensor) -> None:
+    def _read_piece(self, kind: str, piece: Piece, skip: int, into: torch.Tensor) -> None:
         """Elements of a piece from its element `skip` on."""
         file = self._open(piece.file)
         if piece.tensor not in file.parts:
@@ -139,8 +140,18 @@ class CheckpointReader:
             low = torch.empty(into.numel(), dtype=torch.int16)
             file.read(piece.low, piece.low_at + skip, low)
             values = join_master(values, low)
+        if piece.scales:
+            values = decode_codes(kind, values, self._scales_of(file, piece, skip, into.numel()))
         with torch.no_grad():
             into.copy_(values)
+
+    def _scales_of(self, file: PartFileReader, piece: Piece, skip: int, numel: int) -> torch.Tensor:
+        """The scale of each of `numel` elements of a piece from its element `skip` on."""
+        blocks = (torch.arange(numel) + skip + piece.at % BLOCK_NUMEL) // BLOCK_NUMEL
+        first = int(blocks[0])
+        scales = torch.empty(int(blocks[-1]) - first + 1)
+        file.read(piece.scales, piece.scales_at + first, scales)
+        return scales[blocks - first]
 
     def _check_pieces(self, name: str, kind: str, numel: int, pieces: tuple[Piece, ...]) -> None:
         at = 0
@@ -148,9 +159,11 @@ class CheckpointReader:
             if piece.start != at or piece.numel <= 0 or piece.file not in self.index.files:
                 break
             spans = self._open(piece.file).parts
-            for tensor, place in ((piece.tensor, piece.at), (piece.low, piece.low_at)):
+            blocks = -(-piece.numel // BLOCK_NUMEL)
+            wanted = [(piece.tensor, piece.at, piece.numel), (piece.low, piece.low_at, piece.numel)]
+            for tensor, place, length in (*wanted, (piece.scales, piece.scales_at, blocks)):
                 span = spans.get(tensor)
-                if tensor and (span is None or place < 0 or place + piece.numel > span.nbytes // span.dtype.itemsize):
+                if tensor and (span is None or place < 0 or place + length > span.nbytes // span.dtype.itemsize):
                     raise damaged(self.folder / piece.file, f"{kind} of {name!r} is not what the index says")
             at = piece.stop
         if at != numel:

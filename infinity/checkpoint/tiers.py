@@ -21,9 +21,10 @@ import torch
 from infinity.groups import FlatGroup
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.observe.stalls import StallCause
+from infinity.optim.hyper import most_nbytes_per_element
 from infinity.optim.records import Record
 from infinity.runtime import Runtime
-from storage.align import align_down
+from storage.align import PAGE_NBYTES, align_down, align_up
 from storage.pool import HostPool, Lease
 from storage.store import ShardStore
 from storage.types import Priority, Ticket, TrafficTag
@@ -111,7 +112,10 @@ class Tiers:
             yield from _cut(group, group.param_span.start, group.param_span.stop, self._numel, None)
             return
         for record in state.records:
-            yield from _cut(group, record.chunk.start, record.chunk.stop, self._numel, record)
+            # What blocks of elements share (a scale) can be read and written for whole records only.
+            is_cut = all(f.block_numel == 1 for f in record.fields)
+            numel = self._numel if is_cut else record.chunk.numel
+            yield from _cut(group, record.chunk.start, record.chunk.stop, numel, record)
 
     def copied_spans(self, group: FlatGroup) -> Iterator[Span]:
         """The spans of a group that trains of which this rank holds the parameters while others update them."""
@@ -173,11 +177,14 @@ class Tiers:
 
     def _take_buffer(self) -> tuple[int, Lease]:
         runtime = self._runtime
-        fields = sum(f.dtype.itemsize for f in runtime.kernel.fields)
+        fields = most_nbytes_per_element(runtime.kernel.fields)
         per_element = max(g.shard_dtype.itemsize + (fields if g.trainable else 0) for g in runtime.groups)
         budget = runtime.budgets["pipeline"]
         most = max(group.layout.numel for group in runtime.groups)
-        numel = min(_TARGET_NUMEL, most, align_down(budget.limit_nbytes // per_element, SHARD_ALIGN_NUMEL))
+        target = _TARGET_NUMEL
+        if any(f.block_numel > 1 for f in runtime.kernel.fields):  # whole records, see `spans`
+            target = max(r.chunk.numel for state in runtime.states.values() for r in state.records)
+        numel = min(target, most, align_down(budget.limit_nbytes // per_element, SHARD_ALIGN_NUMEL))
         if numel > 0:
             reservation = self._held.enter_context(budget.request(numel * per_element, "checkpoint"))
             runtime.stalls.wait(reservation, StallCause.OPTIMIZER)
@@ -204,22 +211,23 @@ class Tiers:
             memory = copy.memory[offset : last * dtype.itemsize]
             stored = _Swapped(span.group.key, offset, memory) if copy.is_stored else None
             return _Part("param", copy.tensor[first:last], stored, is_in_place=True)
-        return _in_buffer("param", span, dtype, left, span.group.key, offset)
+        return _in_buffer("param", span.numel, dtype, left, span.group.key, offset)
 
     def _state(self, span: Span, record: Record, left: _Carver) -> dict[str, _Part]:
-        first, last = span.start - record.chunk.start, span.stop - record.chunk.start
+        first = span.start - record.chunk.start
         in_place = record.views(record.lease.memory) if record.lease is not None else None
         parts = {}
         field_offset = 0
         for number, f in enumerate(record.fields):
-            offset = field_offset + first * f.dtype.itemsize
+            at, numel = f.numel(first), f.numel(span.numel)
+            offset = field_offset + at * f.dtype.itemsize
             if in_place is not None and record.lease is not None:
-                memory = record.lease.memory[offset : offset + span.numel * f.dtype.itemsize]
+                memory = record.lease.memory[offset : offset + align_up(numel * f.dtype.itemsize, PAGE_NBYTES)]
                 stored = _Swapped(record.key, offset, memory) if record.is_stored else None
-                parts[f.name] = _Part("state", in_place[number][first:last], stored, is_in_place=True)
+                parts[f.name] = _Part("state", in_place[number][at : at + numel], stored, is_in_place=True)
             else:
-                parts[f.name] = _in_buffer("state", span, f.dtype, left, record.key, offset)
-            field_offset += record.chunk.numel * f.dtype.itemsize
+                parts[f.name] = _in_buffer("state", numel, f.dtype, left, record.key, offset)
+            field_offset += f.stored_nbytes(record.chunk.numel)
         return parts
 
     @property
@@ -233,9 +241,15 @@ class Tiers:
         self._runtime.stalls.wait(Ticket.all_of(tickets, "checkpoint"), cause)
 
 
-def _in_buffer(kind: str, span: Span, dtype: torch.dtype, left: _Carver, key: str, offset: int) -> _Part:
-    memory = left.take(span.numel * dtype.itemsize)
-    return _Part(kind, torch.frombuffer(memory, dtype=dtype), _Swapped(key, offset, memory))
+def blank_moment(values: Values, name: str) -> torch.Tensor:
+    """Zeros in fp32 for the new values of a moment of a span: where it is stored, if it is stored in fp32."""
+    stored = values.state.get(name)
+    return stored.zero_() if stored is not None and stored.dtype is torch.float32 else torch.zeros(values.span.numel)
+
+
+def _in_buffer(kind: str, numel: int, dtype: torch.dtype, left: _Carver, key: str, offset: int) -> _Part:
+    memory = left.take(align_up(numel * dtype.itemsize, PAGE_NBYTES))
+    return _Part(kind, torch.frombuffer(memory, dtype=dtype, count=numel), _Swapped(key, offset, memory))
 
 
 def _cut(group: FlatGroup, start: int, stop: int, numel: int, record: Record | None) -> Iterator[Span]:

@@ -204,7 +204,7 @@ def _kernel_s(runtime: Runtime) -> float:
     kernel = runtime.kernel
     param = torch.ones(_KERNEL_NUMEL, dtype=kernel.param_dtype)
     grad = torch.full((_KERNEL_NUMEL,), 1e-3)
-    state = [torch.zeros(_KERNEL_NUMEL, dtype=f.dtype) for f in kernel.fields]
+    state = [torch.zeros(f.numel(_KERNEL_NUMEL), dtype=f.dtype) for f in kernel.fields]
     kernel.begin(param, state)
     pieces = [Piece(0, _KERNEL_NUMEL, 1, _HYPER)]
     kernel.update(param, grad, state, pieces, None)

@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from infinity.cli.settings import Training
-from infinity.config import Precision
+from infinity.config import Precision, StateFormat
 from infinity.devices.cpu import has_fast_bf16
 from infinity.models.gpt import VOCABULARY, GptShape, build_plain
 from infinity.optim.kernel_threads import KernelThreads
@@ -82,7 +82,7 @@ def map_large_blocks() -> None:
     mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
 
 
-def warm_up(training: Training, precision: Precision) -> None:
+def warm_up(training: Training, precision: Precision, state_format: StateFormat) -> None:
     """One step of a small model and one optimizer kernel.
 
     Afterwards is there what libraries load when they are first used and keep for themselves.
@@ -94,7 +94,7 @@ def warm_up(training: Training, precision: Precision) -> None:
     _one_step(small, training.batch, _compute_dtype(training, precision))
     threads = KernelThreads(None)
     try:
-        kernel_for(precision, threads).warm_up()
+        kernel_for(precision, threads, state_format=state_format).warm_up()
     finally:
         threads.close()
 

@@ -63,6 +63,14 @@ Clip = Annotated[
     float | None, typer.Option(help="Largest gradient norm, such as 1.0.", rich_help_panel=TRAINING)
 ]
 Precision = Annotated[str | None, typer.Option(help="fp32 or bf16.", show_default="bf16", rich_help_panel=TRAINING)]
+StateFormat = Annotated[
+    str | None,
+    typer.Option(
+        help="How AdamW's moments are stored in bf16: fp32, or rounded to bf16 or int8: fewer bytes, other bits.",
+        show_default="fp32",
+        rich_help_panel=TRAINING,
+    ),
+]
 Schedule = Annotated[
     str | None,
     typer.Option(

@@ -33,6 +33,7 @@ class PlanOptions:
     batch: shared.Batch = None
     accumulate: shared.Accumulate = None
     precision: shared.Precision = None
+    state_format: shared.StateFormat = None
     schedule: shared.Schedule = None
     recompute: shared.Recompute = None
     gpu: Annotated[

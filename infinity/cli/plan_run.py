@@ -13,7 +13,7 @@ from infinity.cli.files import check_files, write_json, write_text
 from infinity.cli.plan_options import PlanOptions
 from infinity.cli.plan_tables import changes_table, nearest_text, plan_tables, search_table, stages_table, sweep_table
 from infinity.cli.shapes import preset_named, shape_of
-from infinity.config import Precision, Schedule
+from infinity.config import OptimizerKind, Precision, Schedule, StateFormat, refuse_state_format
 from infinity.errors import ConfigError, PlacementError
 from infinity.models.gpt import GptShape
 from infinity.plan import advice as advise
@@ -71,6 +71,8 @@ def make_request(options: PlanOptions) -> PlanRequest:
         ConfigError: a value is not allowed.
     """
     precision = _member(Precision, "--precision", options.precision or Precision.BF16.value)
+    state_format = _member(StateFormat, "--state-format", options.state_format or StateFormat.FP32.value)
+    refuse_state_format(state_format, precision, OptimizerKind.ADAMW)
     schedule = _member(Schedule, "--schedule", options.schedule or Schedule.AUTO.value)
     accumulate = options.accumulate or 1
     if schedule is Schedule.OVERLAPPED and accumulate > 1:
@@ -87,6 +89,7 @@ def make_request(options: PlanOptions) -> PlanRequest:
         batch=batch,
         accumulate=accumulate,
         precision=precision,
+        state_format=state_format,
         schedule=schedule,
         recompute=options.recompute is not False,
     )

@@ -131,6 +131,8 @@ def _engine_config(options: TrainOptions) -> Config:
     changes: dict[str, Any] = {}
     if options.precision is not None:
         changes["precision"] = options.precision
+    if options.state_format is not None:
+        changes["state_format"] = options.state_format
     if options.schedule is not None:
         changes["schedule"] = options.schedule
     if options.durability is not None:
@@ -232,14 +234,15 @@ def continue_with(options: TrainOptions, run: StoredRun) -> TrainOptions:
             options = replace(options, preset=run.extra["preset"], **_missing(options, shape))
         kept = ("batch", "accumulate", "micro_batches", "seed", "lr", "clip", "recompute")
         settings = {name: was[name] for name in kept}
-        settings |= {"precision": run.layout.precision, "durability": Durability.STEP.value}
+        settings |= {"precision": run.layout.precision, "state_format": run.layout.state_format}
+        settings |= {"durability": Durability.STEP.value}
         settings |= {"device_budget": budgets["device"], "host_budget": budgets["host"]}
         settings |= {"data": tuple(map(Path, was["data"])), "nvme": tuple(map(Path, run.layout.directories))}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the run in {run.path} was not made by `infinity train` ({error!r})") from error
     settings["steps"] = left if left > 0 else None
     if options.config is not None:
-        for name in ("precision", "micro_batches", "device_budget", "host_budget"):
+        for name in ("precision", "state_format", "micro_batches", "device_budget", "host_budget"):
             del settings[name]
     return replace(options, **_missing(options, settings))
 

@@ -12,6 +12,7 @@ from infinity.devices.cpu import CpuDevice, has_fast_bf16
 from infinity.grouping import make_groups
 from infinity.init import empty_init, staging_nbytes
 from infinity.models.gpt import Gpt, GptShape
+from infinity.optim.hyper import payload_nbytes
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
 from infinity.placement import make_placement
@@ -55,7 +56,7 @@ def minima_of(shape: GptShape, config: Config) -> Minima:
     device = _ComputeDtype(config.device.kind)
     threads = KernelThreads(1)
     try:
-        kernel = kernel_for(config.precision, threads)
+        kernel = kernel_for(config.precision, threads, config.optimizer, config.state_format)
         specs = partition(
             model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes
         )
@@ -78,8 +79,8 @@ def minima_of(shape: GptShape, config: Config) -> Minima:
     finally:
         threads.close()
         device.close()
-    state_size = sum(field.dtype.itemsize for field in kernel.fields)
-    state_nbytes = sum(group.layout.payload_numel * (group.shard_dtype.itemsize + state_size) for group in groups)
+    shards_nbytes = sum(group.layout.payload_numel * group.shard_dtype.itemsize for group in groups)
+    state_nbytes = shards_nbytes + sum(payload_nbytes(kernel.fields, group.layout.payload_numel) for group in groups)
     return Minima(placement.device_minimum_nbytes, placement.host_minimum_nbytes, state_nbytes)
 
 

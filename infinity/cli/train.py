@@ -36,7 +36,7 @@ def train(options: TrainOptions) -> None:
     map_large_blocks()
     text = load_training_text(settings.training)
     with deferred():  # the first step of a process loads much of torch
-        warm_up(settings.training, settings.config.precision)
+        warm_up(settings.training, settings.config.precision, settings.config.state_format)
     interpreter_nbytes = rss_bytes()
     run = train_offloaded(settings, text)
     if run.measured is None:

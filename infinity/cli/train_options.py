@@ -40,6 +40,7 @@ class TrainOptions:
     ] = None
     clip: shared.Clip = None
     precision: shared.Precision = None
+    state_format: shared.StateFormat = None
     schedule: shared.Schedule = None
     data: Annotated[
         tuple[Path, ...],

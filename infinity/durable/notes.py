@@ -21,7 +21,7 @@ import torch
 from infinity.checkpoint.format import OptimizerEntry
 from infinity.errors import CheckpointError
 from infinity.groups import FlatGroup
-from infinity.optim.hyper import StateField
+from infinity.optim.hyper import StateField, most_nbytes_per_element
 from storage.manifest import MANIFEST_FILE, Manifest
 
 LAYOUT, RUN, BUFFERS, EXTRA = "layout", "run", "buffers", "extra"
@@ -77,7 +77,12 @@ class StoredLayout:
 
     def chunk_nbytes(self, fields: Sequence[StateField]) -> int:
         """State of a chunk in bytes: the setting that gives chunks of the same length."""
-        return self.chunk_numel * max(sum(f.dtype.itemsize for f in fields), 1)
+        return self.chunk_numel * max(most_nbytes_per_element(fields), 1)
+
+    @property
+    def state_format(self) -> str:
+        """The setting with which the moments are stored as they are."""
+        return {"bfloat16": "bf16", "uint8": "int8"}.get(dict(self.fields).get("exp_avg", ""), "fp32")
 
     def to_bytes(self) -> bytes:
         return json.dumps({"version": _VERSION, **asdict(self)}).encode()

@@ -10,12 +10,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from infinity.config import StateFormat
 from infinity.optim.hyper import CUT_NUMEL, Hyper, Piece, StateField, check_update
+from infinity.optim.moments import MOMENT_FORMATS
 from infinity.optim.rules import Operands, Rule
 from infinity.optim.splitmaster import join_master, split_master
 
@@ -28,13 +30,23 @@ class _RuleKernel(ABC):
     param_dtype: torch.dtype
     _rest: tuple[StateField, ...] = ()
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: Rule, moments: StateFormat = StateFormat.FP32) -> None:
         self._rule = rule
         self.moments = rule.moments
-        self.fields = (*self._rest, *(StateField(name, torch.float32) for name in rule.moments))
+        self._format = MOMENT_FORMATS[moments]
+        self.fields = (*self._rest, *self._format.fields(rule.moments))
+        self.completes_master = bool(self._rest)
 
     def warm_up(self) -> None:  # noqa: B027
         """Nothing to compile; a form that has something overrides this."""
+
+    def decode(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
+        """See `Kernel.decode`."""
+        return self._format.decode(name, state)
+
+    def encode(self, name: str, values: Tensor, state: Mapping[str, Tensor]) -> None:
+        """See `Kernel.encode`."""
+        self._format.encode(name, values, state)
 
     @torch.no_grad()
     def update(

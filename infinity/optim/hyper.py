@@ -1,11 +1,13 @@
 """What one optimizer update is made of: hyperparameters, pieces of a chunk, parts of the state record."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from storage.align import PAGE_NBYTES, align_up
 
 CUT_NUMEL = 64
 """Slots start, and chunks are cut, at multiples of this many elements.
@@ -56,10 +58,38 @@ class AdamWHyper(Hyper):
 
 @dataclass(frozen=True, slots=True)
 class StateField:
-    """One part of the optimizer's state record: as many elements as the parameter, of `dtype`."""
+    """One part of the optimizer's state record: an element of `dtype` for every `block_numel` of the parameter.
+
+    `block_numel` divides `CUT_NUMEL`, so no element belongs to two parameters.
+    """
 
     name: str
     dtype: torch.dtype
+    block_numel: int = 1
+
+    def numel(self, param_numel: int) -> int:
+        """How many elements the field has for a span of the parameters that starts on the grid of its blocks."""
+        return -(-param_numel // self.block_numel)
+
+
+    def stored_nbytes(self, param_numel: int) -> int:
+        """Bytes of the field in a record: whole pages, so that it can be read and written by itself."""
+        return align_up(self.numel(param_numel) * self.dtype.itemsize, PAGE_NBYTES)
+
+
+def stored_nbytes(fields: Sequence[StateField], param_numel: int) -> int:
+    """Bytes of a record of state for a chunk of this many elements."""
+    return sum(field.stored_nbytes(param_numel) for field in fields)
+
+
+def payload_nbytes(fields: Sequence[StateField], param_numel: int) -> int:
+    """The same without padding, for the parameters of one span."""
+    return sum(field.numel(param_numel) * field.dtype.itemsize for field in fields)
+
+
+def most_nbytes_per_element(fields: Sequence[StateField]) -> int:
+    """Bytes of state per element in the smallest record: what no record exceeds, for sizes that must suffice."""
+    return -(-stored_nbytes(fields, PAGE_NBYTES) // PAGE_NBYTES)  # a chunk has multiples of that many elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +97,16 @@ class Piece:
     """The span [start, stop) of a chunk, in elements, that belongs to one parameter.
 
     `start` is a multiple of `CUT_NUMEL`, and so is `stop` unless the parameter ends there. `step` is the 1-based number
-    of this update of the parameter.
+    of this update of the parameter. A kernel that rounds at random draws from `first`, the number of the span's first
+    element in its parameter, and `seed`, which tells parameters apart: see [Note: stochastic rounding] in moments.py.
     """
 
     start: int
     stop: int
     step: int
     hyper: Hyper
+    first: int = 0
+    seed: int = 0
 
 
 class Kernel(Protocol):
@@ -89,7 +122,17 @@ class Kernel(Protocol):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The names of those fields that are the optimizer's own, all fp32."""
+        """The names of the optimizer's own fields; `decode` gives them in fp32."""
+
+    @property
+    def completes_master(self) -> bool:
+        """Whether the record begins with a part of the fp32 master: the parameter shard alone is not all of it."""
+
+    def decode(self, name: str, state: Mapping[str, Tensor]) -> Tensor:
+        """A moment in fp32; `state` has the fields of a record, or of a span of it, by name."""
+
+    def encode(self, name: str, values: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Make fp32 `values` the moment, rounded to nearest where it is stored in less; exact for what was decoded."""
 
     def warm_up(self) -> None:
         """Compile or load what the first update would otherwise wait for."""
@@ -126,12 +169,13 @@ def check_update(
         raise ValueError(f"state has {len(state)} parts, the kernel needs {[field.name for field in fields]}")
     wanted = [("param", param, param_dtype), ("grad", grad, torch.float32)]
     wanted += [(field.name, part, field.dtype) for field, part in zip(fields, state, strict=True)]
-    for name, tensor, dtype in wanted:
+    numels = [param.numel()] * 2 + [field.numel(param.numel()) for field in fields]
+    for (name, tensor, dtype), numel in zip(wanted, numels, strict=True):
         if tensor.dtype != dtype or tensor.device.type != "cpu" or tensor.dim() != 1 or not tensor.is_contiguous():
             found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{name}: a contiguous 1-D {dtype} tensor on the CPU is needed, got {found}")
-        if tensor.numel() != param.numel():
-            raise ValueError(f"{name} has {tensor.numel()} elements, param has {param.numel()}")
+        if tensor.numel() != numel:
+            raise ValueError(f"{name} has {tensor.numel()} elements, {numel} belong to {param.numel()} parameters")
     end = 0
     for piece in pieces:
         if piece.start < end or piece.start > piece.stop or piece.stop > param.numel():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from infinity.config import OptimizerKind, Precision
+from infinity.config import OptimizerKind, Precision, StateFormat, refuse_state_format
 from infinity.optim.forms import SeparateMaster, SplitMaster, WholeMaster
 from infinity.optim.hyper import AdamWHyper, Kernel, Piece, StateField
 from infinity.optim.kernel_threads import KernelThreads
@@ -29,7 +29,7 @@ class Algorithm:
     called: str
     rule: Callable[[], Rule]
     counts_steps: bool = False
-    bf16: Callable[[KernelThreads | None], Kernel] | None = None
+    bf16: Callable[[KernelThreads | None, StateFormat], Kernel] | None = None
 
 
 ALGORITHMS: Mapping[OptimizerKind, Algorithm] = {
@@ -42,14 +42,24 @@ ALGORITHMS: Mapping[OptimizerKind, Algorithm] = {
 
 
 def kernel_for(
-    precision: Precision, threads: KernelThreads | None = None, optimizer: OptimizerKind = OptimizerKind.ADAMW
+    precision: Precision,
+    threads: KernelThreads | None = None,
+    optimizer: OptimizerKind = OptimizerKind.ADAMW,
+    state_format: StateFormat = StateFormat.FP32,
 ) -> Kernel:
-    """The kernel of a precision and an optimizer. `threads` stay the caller's; torch's own operations do without."""
+    """The kernel of a precision and an optimizer. `threads` stay the caller's; torch's own operations do without.
+
+    Raises:
+        ConfigError: no kernel keeps the moments of this precision and optimizer in `state_format`.
+    """
+    refuse_state_format(state_format, precision, optimizer)
     algorithm = ALGORITHMS[optimizer]
     match precision:
         case Precision.FP32:
             return WholeMaster(algorithm.rule())
         case Precision.BF16:
-            return algorithm.bf16(threads) if algorithm.bf16 is not None else SplitMaster(algorithm.rule())
+            if algorithm.bf16 is not None:
+                return algorithm.bf16(threads, state_format)
+            return SplitMaster(algorithm.rule())
         case Precision.FP16:
             return SeparateMaster(algorithm.rule())

@@ -1,7 +1,7 @@
 """AdamW on bf16 parameters with a split fp32 master: [Note: split master] in splitmaster.py."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -9,11 +9,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from infinity.config import StateFormat
 from infinity.optim.forms import SplitMaster
 from infinity.optim.hyper import CUT_NUMEL, AdamWHyper, Hyper, Piece, check_update
 from infinity.optim.kernel_threads import KernelThreads
-from infinity.optim.onepass import COEFFICIENTS, compiled_update
+from infinity.optim.moments import noise_keys
 from infinity.optim.rules import AdamWRule
+
+COEFFICIENTS = (
+    "grad_factor",  # scale of the gradient, negative to maximise
+    "decay",  # 1 - lr * weight_decay
+    "lerp_weight",  # what multiplies (grad - exp_avg): see `lerp_from_grad`
+    "lerp_from_grad",  # 0: exp_avg + weight * (grad - exp_avg); 1: grad + weight * (grad - exp_avg)
+    "beta2",
+    "grad_sq_weight",  # 1 - beta2
+    "bias_correction2_sqrt",
+    "eps",
+    "negative_step_size",
+)
+"""The columns of the table of coefficients that onepass.py takes, one row per piece, fp32."""
 
 _LEAST_NUMEL_PER_THREAD = 1 << 17  # a hop to another thread costs about as much as this many elements
 
@@ -22,16 +36,23 @@ class SplitMasterAdamW(SplitMaster):
     """`Kernel` for bf16: reads gradient, both halves and both moments once and writes all but the gradient back.
 
     `threads` stays the caller's; without it all work is done on the calling thread. The bits do not depend on it. The
-    payload of NaNs in the moments is not specified.
+    payload of NaNs in the moments is not specified. Moments in bf16 or 8-bit codes are rounded at random: see
+    [Note: stochastic rounding] in moments.py.
     """
 
-    def __init__(self, threads: KernelThreads | None = None) -> None:
-        super().__init__(AdamWRule())
+    def __init__(self, threads: KernelThreads | None = None, moments: StateFormat = StateFormat.FP32) -> None:
+        super().__init__(AdamWRule(), moments)
         self._threads = threads
+        self._moments = moments
 
     def warm_up(self) -> None:
-        """Load the compiled kernel, or compile it (about a second, once per machine)."""
-        compiled_update()
+        """Load the compiled kernel, or compile it (some seconds, once per machine)."""
+        self._compiled()
+
+    def _compiled(self) -> Callable[..., None]:
+        from infinity.optim.onepass import compiled_update  # numba takes a good part of a second to import
+
+        return compiled_update(self._moments.value)
 
     def update(
         self, param: Tensor, grad: Tensor, state: Sequence[Tensor], pieces: Sequence[Piece], grad_scale: Tensor | None
@@ -42,10 +63,17 @@ class SplitMasterAdamW(SplitMaster):
         bounds = np.array([(piece.start, piece.stop) for piece in pieces], dtype=np.int64).reshape(-1, 2)
         coefficients = _coefficients(pieces, scale)
         low, *moments = state
-        arrays = (_array(param, torch.int16).view(np.uint16), _array(low), _array(grad), *map(_array, moments))
-        update = compiled_update()
+        arrays = (_array(param), _array(low), _array(grad), *map(_array, moments))
+        update = self._compiled()
         shares = _shares(bounds, self._count_for(int((bounds[:, 1] - bounds[:, 0]).sum())))
-        parts = [partial(update, *arrays, spans, coefficients[rows]) for spans, rows in shares]
+        if self._moments is StateFormat.FP32:
+            parts = [partial(update, *arrays, spans, coefficients[rows]) for spans, rows in shares]
+        else:
+            noise = [_noise(pieces, spans, rows) for spans, rows in shares]
+            parts = [
+                partial(update, *arrays, spans, coefficients[rows], keys)
+                for (spans, rows), keys in zip(shares, noise, strict=True)
+            ]
         if self._threads is None or len(parts) == 1:
             for part in parts:
                 part()
@@ -57,11 +85,26 @@ class SplitMasterAdamW(SplitMaster):
         return max(1, min(most, numel // _LEAST_NUMEL_PER_THREAD))
 
 
-def _array(tensor: Tensor, as_dtype: torch.dtype | None = None) -> npt.NDArray[np.generic]:
-    """The tensor's memory as a numpy array, no copy; numpy has no bf16, hence `as_dtype`."""
+def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
+    """The tensor's memory as a numpy array, no copy; numpy has no bf16, so of that the bits."""
     tensor = tensor.detach()
-    array: npt.NDArray[np.generic] = (tensor if as_dtype is None else tensor.view(as_dtype)).numpy()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    array: npt.NDArray[np.generic] = tensor.numpy()
     return array
+
+
+def _noise(
+    pieces: Sequence[Piece], spans: npt.NDArray[np.int64], rows: npt.NDArray[np.int64] | slice
+) -> npt.NDArray[np.uint32]:
+    """By span, what its random bits are drawn from: two keys, and the number of its first element (modulo 2^32)."""
+    numbers = np.arange(len(pieces))[rows]
+    table = np.empty((len(spans), 3), dtype=np.uint32)
+    for index, number in enumerate(numbers.tolist()):
+        piece = pieces[number]
+        first = piece.first + int(spans[index, 0]) - piece.start
+        table[index] = (*noise_keys(piece.seed, piece.step), first & 0xFFFFFFFF)
+    return table
 
 
 def _coefficients(pieces: Sequence[Piece], scale: float) -> npt.NDArray[np.float32]:

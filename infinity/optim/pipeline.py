@@ -77,7 +77,9 @@ class GroupUpdate:
             if hyper is not None:
                 scale = self.grad_scales[part.slot]
                 scaled = found.setdefault(id(scale), ScaledPieces(scale, []))
-                scaled.pieces.append(Piece(part.start, part.stop, self.steps[part.slot], hyper))
+                first = record.chunk.start + part.start - self.state.group.layout.slots[part.slot].offset
+                seed = self.state.seeds[part.slot]
+                scaled.pieces.append(Piece(part.start, part.stop, self.steps[part.slot], hyper, first, seed))
         return list(found.values())
 
 

@@ -14,19 +14,22 @@ import torch
 
 from infinity.groups import FlatGroup
 from infinity.layout import Chunk
-from infinity.optim.hyper import StateField
+from infinity.optim.hyper import StateField, stored_nbytes
+from infinity.optim.moments import rounding_seed
 from storage.pool import Lease
 from storage.store import ShardStore
 
 
 def record_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
-    """Bytes of one chunk's record, padding included. A multiple of 4 KiB, because chunks are page multiples."""
-    return sum(chunk.numel * f.dtype.itemsize for f in fields)
+    """Bytes of one chunk's record; every field takes whole pages."""
+    return stored_nbytes(fields, chunk.numel)
 
 
 def record_payload_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
-    """The same without padding."""
-    return sum(chunk.payload_numel * f.dtype.itemsize for f in fields)
+    """The same without padding between parameters and at the end; what belongs to a block of elements counts whole."""
+    return sum(
+        (chunk.payload_numel if f.block_numel == 1 else f.numel(chunk.numel)) * f.dtype.itemsize for f in fields
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +60,13 @@ class Record:
         return record_payload_nbytes(self.chunk, self.fields)
 
     def views(self, memory: memoryview) -> list[torch.Tensor]:
-        """The fields as 1-D tensors of `chunk.numel` elements over `memory`."""
+        """The fields as 1-D tensors over `memory`, in order."""
         tensors = []
         offset = 0
         for f in self.fields:
-            tensors.append(torch.frombuffer(memory, dtype=f.dtype, offset=offset, count=self.chunk.numel))
-            offset += self.chunk.numel * f.dtype.itemsize
+            numel = f.numel(self.chunk.numel)
+            tensors.append(torch.frombuffer(memory, dtype=f.dtype, offset=offset, count=numel))
+            offset += f.stored_nbytes(self.chunk.numel)
         return tensors
 
 
@@ -75,11 +79,15 @@ def create_records(store: ShardStore, state: GroupState) -> None:
 
 @dataclass(slots=True, eq=False)
 class GroupState:
-    """Optimizer state of one trainable group: its records, and how often each parameter has been updated."""
+    """Optimizer state of one trainable group: its records, and how often each parameter has been updated.
+
+    `seeds` are those of the parameters' rounding, see [Note: stochastic rounding] in moments.py.
+    """
 
     group: FlatGroup
     records: tuple[Record, ...]
     steps: list[int] = field(default_factory=list)
+    seeds: tuple[int, ...] = ()
 
     @classmethod
     def build(cls, group: FlatGroup, chunk_numel: int, fields: tuple[StateField, ...]) -> GroupState:
@@ -87,4 +95,5 @@ class GroupState:
             Record(f"{group.key}/state{chunk.index}", chunk, fields)
             for chunk in group.layout.cut(chunk_numel, group.state_span)
         )
-        return cls(group, records, [0] * len(group.layout.slots))
+        seeds = tuple(rounding_seed(slot.name) for slot in group.layout.slots)
+        return cls(group, records, [0] * len(group.layout.slots), seeds)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from infinity.config import OptimizerKind
 from infinity.errors import ConfigError
+from infinity.optim.hyper import most_nbytes_per_element
 from infinity.optim.kernels import kernel_for
 from infinity.optim.records import GroupState, create_records, record_nbytes
 from infinity.runtime import Runtime
@@ -23,9 +24,9 @@ def take_optimizer(runtime: Runtime, kind: OptimizerKind) -> None:
     """
     if kind is runtime.optimizer:
         return
-    kernel = kernel_for(runtime.config.precision, runtime.threads, kind)
-    needed = sum(f.dtype.itemsize for f in kernel.fields)
-    planned = sum(f.dtype.itemsize for f in runtime.kernel.fields)
+    kernel = kernel_for(runtime.config.precision, runtime.threads, kind, runtime.config.state_format)
+    needed = most_nbytes_per_element(kernel.fields)
+    planned = most_nbytes_per_element(runtime.kernel.fields)
     if needed > planned:
         raise ConfigError(
             f"this optimizer keeps {needed} bytes of state per parameter, but the engine was planned for "

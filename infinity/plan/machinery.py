@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -37,12 +37,20 @@ class _Kernel:
     def __init__(self, parts: Machinery, scenario: Scenario) -> None:
         self.param_dtype = next((g.shard_dtype for g in scenario.groups if g.trainable), torch.float32)
         self.fields = scenario.fields
-        self.moments = tuple(field.name for field in scenario.fields if field.dtype is torch.float32)
+        self.moments = ()
+        self.completes_master = self.param_dtype is not torch.float32
         self._parts = parts
         self._speeds = scenario.speeds
 
     def warm_up(self) -> None:
         """Nothing to compile."""
+
+    def decode(self, name: str, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Nobody looks at the moments of a simulation."""
+        return state[name]
+
+    def encode(self, name: str, values: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        """Nobody replaces them either."""
 
     def begin(self, param: torch.Tensor, state: Sequence[torch.Tensor]) -> None:
         """The memory is made up."""

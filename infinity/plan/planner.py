@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from infinity.config import Precision, Schedule
+from infinity.config import Precision, Schedule, StateFormat
 from infinity.demand import Request
 from infinity.errors import PlacementError
 from infinity.groups import FlatGroup, Unit
@@ -37,6 +37,7 @@ class Workload:
     batch: int
     accumulate: int = 1
     precision: Precision = Precision.BF16
+    state_format: StateFormat = StateFormat.FP32
     schedule: Schedule = Schedule.AUTO
     recompute: bool = True
     device_budget_nbytes: int | None = None
@@ -144,7 +145,7 @@ def plan_rank(request: PlanRequest) -> RankPlan:
         PlacementError: it does not fit.
     """
     model, hardware, workload = request.model, request.hardware, request.workload
-    kernel = kernel_for(workload.precision)
+    kernel = kernel_for(workload.precision, state_format=workload.state_format)
     groups, units = rank_groups(
         model.specs, workload.precision, kernel, has_fast_bf16=hardware.has_gpu, ranks=hardware.ranks
     )

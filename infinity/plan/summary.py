@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from infinity.optim.hyper import payload_nbytes
 from infinity.plan.traffic import StepTraffic, expected_step_traffic
 from infinity.runtime import Runtime
 from infinity.sizes import format_nbytes
@@ -28,8 +29,7 @@ class Plan:
         self._fields = runtime.kernel.fields
         self.parameters = sum(group.layout.payload_numel for group in runtime.groups)
         self.trainable_parameters = sum(g.layout.payload_numel for g in runtime.groups if g.trainable)
-        state_size = sum(f.dtype.itemsize for f in self._fields)
-        self.state_bytes = self.trainable_parameters * state_size + sum(
+        self.state_bytes = payload_nbytes(self._fields, self.trainable_parameters) + sum(
             group.layout.payload_numel * group.shard_dtype.itemsize for group in runtime.groups
         )
         self.units = len(runtime.units)

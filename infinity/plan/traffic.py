@@ -14,6 +14,7 @@ from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.optim.hyper import StateField
+from infinity.optim.records import record_nbytes, record_payload_nbytes
 from infinity.placement import Placement
 
 
@@ -29,7 +30,10 @@ class KindTraffic:
     def add(self, group: FlatGroup, span: FlatSpan, itemsize: int, *, reads: int = 0, writes: int = 0) -> None:
         """Count transfers of what a rank holds of a group."""
         payload = group.layout.payload_in(span) * itemsize
-        padding = span.numel * itemsize - payload
+        self.add_bytes(payload, span.numel * itemsize - payload, reads=reads, writes=writes)
+
+    def add_bytes(self, payload: int, padding: int, *, reads: int, writes: int) -> None:
+        """Count transfers of so many bytes."""
         self.read_nbytes += reads * payload
         self.read_padding_nbytes += reads * padding
         self.write_nbytes += writes * payload
@@ -72,7 +76,6 @@ def expected_step_traffic(
     traffic = StepTraffic()
     synchronous = placement.schedule is Schedule.SYNCHRONOUS
     overlapped = placement.schedule is Schedule.OVERLAPPED
-    state_size = sum(f.dtype.itemsize for f in fields)
     for group in groups:
         size = group.shard_dtype.itemsize
         if group.index not in placement.pinned_params:
@@ -93,7 +96,10 @@ def expected_step_traffic(
             traffic.param.add(group, group.param_span, size, writes=int(group.trainable))
         if group.trainable and placement.stores_state(group.index):
             is_read = not is_first and group.index not in placement.pinned_states
-            traffic.state.add(group, group.state_span, state_size, reads=int(is_read), writes=1)
+            for chunk in group.layout.cut(placement.chunk_numel, group.state_span):
+                payload = record_payload_nbytes(chunk, fields)
+                padding = record_nbytes(chunk, fields) - payload
+                traffic.state.add_bytes(payload, padding, reads=int(is_read), writes=1)
         if group.index in placement.spilled_gradients:
             size = GRAD_DTYPE.itemsize
             traffic.grad.add(group, group.grad_span, size, reads=micro_batches - 1, writes=micro_batches)

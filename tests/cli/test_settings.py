@@ -9,7 +9,8 @@ import pytest
 from infinity.cli.settings import resolve
 from infinity.cli.sizing import comfortable_budgets, minima_of
 from infinity.cli.train_options import TrainOptions
-from infinity.config import Config, Precision, Schedule
+from infinity.config import Config, Precision, Schedule, StateFormat
+from infinity.errors import ConfigError
 from infinity.models.gpt import GptShape
 from infinity.models.presets import DEFAULT_PRESET, PRESETS
 from infinity.sizes import parse_nbytes
@@ -79,3 +80,12 @@ def test_heads_follow_hidden_when_only_hidden_is_given() -> None:
     settings = resolve(TrainOptions(preset="small", hidden=320, layers=4))
     assert settings.training.shape.hidden % settings.training.shape.heads == 0
     assert resolve(TrainOptions(preset="small", hidden=132)).training.shape.heads == 2
+
+
+def test_the_state_format_reaches_the_engine_and_the_budgets() -> None:
+    sizes = {form: resolve(TrainOptions(layers=8, hidden=256, state_format=form)) for form in ("fp32", "int8")}
+    assert sizes["int8"].config.state_format is StateFormat.INT8
+    host = {form: settings.config.host.budget or 0 for form, settings in sizes.items()}
+    assert host["int8"] < host["fp32"]
+    with pytest.raises(ConfigError, match="only AdamW in bf16"):
+        resolve(TrainOptions(preset="tiny", precision="fp32", state_format="bf16"))

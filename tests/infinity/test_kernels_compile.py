@@ -24,7 +24,7 @@ import json, logging, sys
 import numpy as np
 import onepass
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-function = onepass.compiled_update()
+function = onepass.compiled_update("fp32")
 arrays = [np.full(100, 0x3F80, np.uint16), np.zeros(100, np.int16), np.ones(100, np.float32)]
 arrays += [np.zeros(100, np.float32), np.zeros(100, np.float32)]
 coefficients = np.array([[1, 1, 0.1, 0, 0.999, 0.001, 0.03, 1e-8, -0.001]], np.float32)
@@ -62,7 +62,7 @@ def start(folder: Path, **environment: str) -> tuple[dict[str, Any], str]:
 @pytest.fixture(scope="module")
 def halves() -> list[int]:
     arrays = operands(NUMEL)
-    onepass.compiled_update()(*arrays)
+    onepass.compiled_update("fp32")(*arrays)
     return [int(arrays[0][0]), int(arrays[1][NUMEL - 1])]
 
 
@@ -107,7 +107,7 @@ def test_warm_up_compiles_once_per_process() -> None:
 
 
 def one_pass_call() -> Callable[[], None]:
-    function, arrays = onepass.compiled_update(), operands(1 << 16)
+    function, arrays = onepass.compiled_update("fp32"), operands(1 << 16)
     return lambda: function(*arrays)
 
 
