@@ -41,7 +41,6 @@ class ParameterAccess:
             with self._views.guarded_graphs():
                 yield
             for group in held:
-                group.refuse_replaced()
                 self.accept(group)
         finally:
             for group in held:

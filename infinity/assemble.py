@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ from infinity.rank_gradients import reduction_nbytes
 from infinity.ranks import Ranks
 from infinity.released import Access
 from infinity.runtime import Runtime
-from infinity.units import partition
+from infinity.units import Kept, partition
 
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
 _HOST_SHARE = 2
@@ -57,36 +57,53 @@ def assemble(
         ConfigError, PlacementError, UnsupportedModelError: before anything was changed.
         SwapFullError and other storage errors: nothing is left behind.
     """
+    with ExitStack() as stack:
+        runtime = allocate(draw_up(model, config, access, stack, ranks, run, values), stack)
+        runtime.closing = stack.pop_all()
+    return runtime
+
+
+def draw_up(
+    model: nn.Module,
+    config: Config,
+    access: Access,
+    stack: ExitStack,
+    ranks: Ranks | None = None,
+    run: StoredRun | None = None,
+    values: FirstValues | None = None,
+    kept: Mapping[int, Kept] | None = None,
+) -> Blueprint:
+    """The plan alone; what it has opened is left on `stack`. Arguments and errors are those of `assemble`.
+
+    Args:
+        kept: parameters that are offloaded already, by the id of every object that may stand for one.
+    """
     _refuse_with_ranks(config, ranks)
     _refuse_late_updates(config)
     specs = partition(
-        model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes
+        model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes, kept=kept
     )
     if not specs:
         raise UnsupportedModelError("the model has no parameters; there is nothing to offload")
-    with ExitStack() as stack:
-        collectives = _connect(config, ranks, stack)
-        local_size = _local_size(collectives)
-        device = make_device(config.device, _device_budget(config, local_size))
-        stack.callback(device.close)
-        threads = KernelThreads(config.optimizer_threads)
-        stack.callback(threads.close)
-        kernel = kernel_for(config.precision, threads, config.optimizer, config.state_format)
-        sharding = ranks.sharding(config.stage) if ranks is not None else ALONE
-        groups, units = make_groups(specs, config.precision, kernel, device, sharding)
-        chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)
-        staging = staging_nbytes(model, units, groups, values)
-        request = _request(config, units, groups, kernel, device, local_size, chunk_nbytes, staging)
-        if collectives is not None:
-            _refuse_durable_ranks(config)
-            request = _with_ranks(request, config, groups, collectives)
-        is_chosen = request.schedule is not Schedule.AUTO
-        placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
-        parts = (model, config, access, placement, request, units, groups, kernel, threads, device, collectives)
-        blueprint = Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes)
-        runtime = allocate(blueprint, stack)
-        runtime.closing = stack.pop_all()
-    return runtime
+    collectives = _connect(config, ranks, stack)
+    local_size = _local_size(collectives)
+    device = make_device(config.device, _device_budget(config, local_size))
+    stack.callback(device.close)
+    threads = KernelThreads(config.optimizer_threads)
+    stack.callback(threads.close)
+    kernel = kernel_for(config.precision, threads, config.optimizer, config.state_format)
+    sharding = ranks.sharding(config.stage) if ranks is not None else ALONE
+    groups, units = make_groups(specs, config.precision, kernel, device, sharding)
+    chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)
+    staging = staging_nbytes(model, units, groups, values)
+    request = _request(config, units, groups, kernel, device, local_size, chunk_nbytes, staging)
+    if collectives is not None:
+        _refuse_durable_ranks(config)
+        request = _with_ranks(request, config, groups, collectives)
+    is_chosen = request.schedule is not Schedule.AUTO
+    placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
+    parts = (model, config, access, placement, request, units, groups, kernel, threads, device, collectives)
+    return Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes)
 
 
 def _refuse_with_ranks(config: Config, ranks: Ranks | None) -> None:

@@ -40,7 +40,9 @@ def gathered(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Itera
     if not refs:
         raise ConfigError("gathered() was given no parameter of an offloaded model")
     access = refs[0].access
-    if not isinstance(access, Engine) or access.is_closed:
+    if not isinstance(access, Engine):
+        raise ConfigError(f"parameter {refs[0].name!r} was removed from its model before engine.adopt() was called")
+    if access.is_closed:
         raise ConfigError("these parameters belong to an engine that is closed")
     groups = {ref.group.index: ref.group for ref in refs}
     with access.hold(list(groups.values())):

@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity import hooks
 from infinity.access import ParameterAccess
+from infinity.adoption import adopt_changes
 from infinity.assemble import assemble
 from infinity.checkpoint.agreement import AllRanks
 from infinity.checkpoint.load import load_checkpoint
@@ -83,12 +84,7 @@ class Engine:
         self, values: FirstValues, on_progress: Callable[[str], None] | None, run: StoredRun | None
     ) -> None:
         runtime = self._runtime
-        self._updates = Updates(runtime)
-        self._journal = None
-        if runtime.committer is not None:
-            self._journal = Journal(runtime, self._updates, runtime.committer)
-        self._iteration = Iteration(runtime, self._updates, self._journal)
-        self._access = ParameterAccess(runtime, self._changed)
+        self._connect(runtime)
         runtime.kernel.warm_up()
         if run is None:
             fill_shards(runtime, values, on_progress)
@@ -98,22 +94,71 @@ class Engine:
             restore_shards(runtime, run)
             restore_rng_state(run.state.rng)
             self._journal.continue_from(run)
+        self._go_live(runtime)
+        if run is not None:
+            runtime.io.post(runtime.read_ahead.read_kept, CHECKPOINT_STEP)
+        elif self._journal is not None:
+            self._journal.replaced(0, None)  # what a process killed in its first step goes on from
+        _log.info("offloaded %d parameters\n%s", self.plan.parameters, self.plan.describe())
+
+    def _connect(self, runtime: Runtime) -> None:
+        """The parts that act on a runtime for the training thread."""
+        self._updates = Updates(runtime)
+        self._journal = None
+        if runtime.committer is not None:
+            self._journal = Journal(runtime, self._updates, runtime.committer)
+        self._iteration = Iteration(runtime, self._updates, self._journal)
+        self._access = ParameterAccess(runtime, self._changed)
+
+    def _go_live(self, runtime: Runtime, before: Traffic | None = None) -> None:
+        """Every shard is there: from now on the model computes through this engine."""
         self._iteration.watch_structure()
         resident = UserHold()
         for group in runtime.resident_groups:
             runtime.gatherer.gather(group, resident, Phase.FORWARD)
         _move_buffers(runtime.model, runtime.device.torch_device)
-        if run is not None:
-            runtime.io.post(runtime.read_ahead.read_kept, CHECKPOINT_STEP)
-        self._book = TrafficBook(runtime)
+        self._book = TrafficBook(runtime, before)
         self.plan = Plan(runtime)
         runtime.hooks = hooks.install(
             runtime.model, runtime.units, self._iteration, micro_batches=runtime.config.micro_batches
         )
         runtime.hooks.append(refuse_foreign_optimizers(self, self._updates.is_attached))
-        if run is None and self._journal is not None:
-            self._journal.replaced(0, None)  # what a process killed in its first step goes on from
-        _log.info("offloaded %d parameters\n%s", self.plan.parameters, self.plan.describe())
+
+    def adopt(self) -> bool:
+        """Take in what has changed in the model since it was offloaded, between two steps. False when nothing has.
+
+        Modules and parameters that were added, replaced, resized or unfrozen are offloaded and can be given to the
+        optimizer (`optimizer.add_param_group` adopts by itself); what was removed gives its place back and leaves the
+        optimizer. Kept parameters stay the same objects, with their values and state. Everything is planned anew and
+        moved once, by way of a temporary file beside the swap files; counters of `metrics()` start again.
+
+        Raises:
+            PlacementError, UnsupportedModelError, ConfigError: the changed model does not fit, or cannot be offloaded.
+            IterationError: a forward, a backward or a step is under way, or gradients wait.
+            CheckpointError: somebody holds parameters gathered, or the disk is full.
+        """
+        self._check_open()
+        self._accept_edits()
+        optimizer, before = self._updates.optimizer, self.traffic
+        made = adopt_changes(self._runtime, self._updates, self._iteration, self)
+        if made is None:
+            return False
+        self._runtime = made
+        try:
+            self._connect(made)
+            self._go_live(made, before)
+            if optimizer is not None:
+                self._updates.attach(optimizer)
+                optimizer.adopted()
+        except BaseException:
+            self.close()
+            raise
+        _log.info("adopted the changed model\n%s", self.plan.describe())
+        return True
+
+    def has_module_parameter(self, parameter: torch.Tensor) -> bool:
+        """Whether a module of the model holds this very object."""
+        return any(parameter is held for held in self._runtime.model.parameters())
 
     # Training --------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ def make_groups(
     for index, spec in enumerate(specs):
         buckets: dict[tuple[torch.dtype, bool], list[int]] = {}
         for number, entry in enumerate(spec.own):
-            buckets.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(number)
+            buckets.setdefault((entry.dtype, entry.trainable), []).append(number)
         mine: dict[int, FlatGroup] = {}
         for (dtype, trainable), numbers in buckets.items():
             own = [spec.own[n] for n in numbers]

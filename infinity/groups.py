@@ -28,16 +28,33 @@ from infinity.released import (
     become,
     mark_freed,
     mark_present,
+    mark_requires_grad,
+    move_hooks,
 )
 from infinity.units import Owned, Owners
 
 ALONE = Sharding()
 
 
+def replaced_error(name: str, found: torch.Tensor | None) -> UnsupportedModelError:
+    """What to say where a module does not hold an offloaded parameter any more, but `found`."""
+    if found is None:
+        what = f"offloaded parameter {name!r} has been removed from its module"
+    else:
+        what = (
+            f"another tensor has been put in the place of offloaded parameter {name!r} (assignment, "
+            "load_state_dict(assign=True), functional_call)"
+        )
+    return UnsupportedModelError(
+        f"{what}, which the engine does not know. Call engine.adopt() between two steps to take the change in; to "
+        "change values alone, do it in place: `with infinity.gathered(module), torch.no_grad(): parameter.copy_(...)`"
+    )
+
+
 class FlatGroup:
     """One flat buffer, one shard: parameters of one unit with the same dtype and trainability.
 
-    Building one changes nothing in the model; `attach` makes the tensors, `show_released` puts the stand-ins in place.
+    Building one changes nothing in the model; `attach` makes the tensors, `put_stand_ins` puts the stand-ins in place.
 
     Args:
         index: position in the engine's list of groups.
@@ -66,8 +83,8 @@ class FlatGroup:
         self.grad_span = sharding.grad_span(self.layout.numel)
         self.state_span = sharding.state_span(self.layout.numel)
         self.owners: tuple[Owners, ...] = tuple(entry.owners for entry in own)
-        self.trainable = own[0].parameter.requires_grad
-        self.source_dtype = own[0].parameter.dtype
+        self.trainable = own[0].trainable
+        self.source_dtype = own[0].dtype
         self.shard_dtype = shard_dtype
         self.compute_dtype = compute_dtype
         self.shard_nbytes = self.param_span.numel * shard_dtype.itemsize
@@ -77,6 +94,7 @@ class FlatGroup:
         self.flat = torch.empty(0)
         self.parameters: tuple[OffloadedParameter, ...] = ()
         self.stand_ins: tuple[ReleasedParameter, ...] = ()
+        self.unfrozen: set[int] = set()  # slots of a frozen group that shall train from the next adoption on
         self._taken = TakenData()
 
     @property
@@ -127,16 +145,48 @@ class FlatGroup:
         Whoever else holds one of them (a list of weights, a closure, an optimizer) holds the stand-in from then on,
         which is gathered on use, and not an old tensor that nothing trains. What users set on a parameter stays on it.
         """
-        stand_ins = list(self.stand_ins)
-        for number, owners in enumerate(self.owners):
-            module, attribute = owners[0]
-            original = module._parameters[attribute]
-            if original is not None:
-                settings = dict(vars(original))
-                stand_ins[number] = become(original, stand_ins[number])
-                for parameter in (stand_ins[number], self.parameters[number]):
-                    vars(parameter).update({k: v for k, v in settings.items() if k not in vars(parameter)})
-        self.stand_ins = tuple(stand_ins)
+        for slot in range(len(self.owners)):
+            self.take_over_slot(slot)
+
+    def continue_from(self, before: FlatGroup) -> None:
+        """Take over the tensors of a group of another engine run that has the same slots for the same parameters."""
+        access = self.parameters[0].ref.access
+        self.flat, self._taken = before.flat, before._taken
+        self.parameters, self.stand_ins = before.parameters, before.stand_ins
+        for slot, pair in enumerate(zip(self.parameters, self.stand_ins, strict=True)):
+            for parameter in pair:
+                parameter.ref = ParameterRef(self, slot, access)
+
+    def keep(self, slot: int, before: ParameterRef) -> None:
+        """The objects that stood for a parameter in another group stand for a slot of this one from now on."""
+        ref = self.parameters[slot].ref
+        real, stand_in = before.group.parameters[before.slot], before.group.stand_ins[before.slot]
+        mine = self.parameters[slot]
+        vars(mine).update({name: value for name, value in vars(real).items() if name not in vars(mine)})
+        move_hooks(real, mine)
+        for parameter in (real, stand_in):
+            parameter.ref = ref
+        mark_requires_grad((mine, stand_in), stand_in.requires_grad)
+        self.stand_ins = (*self.stand_ins[:slot], stand_in, *self.stand_ins[slot + 1 :])
+
+    def take_over_slot(self, slot: int) -> None:
+        """The parameter object that the modules hold becomes the stand-in of a slot; see `take_over`."""
+        module, attribute = self.owners[slot][0]
+        original = module._parameters[attribute]
+        if original is None:
+            return
+        settings = dict(vars(original))
+        stand_in = become(original, self.stand_ins[slot])
+        self.stand_ins = (*self.stand_ins[:slot], stand_in, *self.stand_ins[slot + 1 :])
+        for parameter in (stand_in, self.parameters[slot]):
+            vars(parameter).update({k: v for k, v in settings.items() if k not in vars(parameter)})
+
+    def put_stand_ins(self) -> None:
+        """Let the modules hold the refusing stand-ins, whatever they have held before."""
+        mark_freed(self.parameters)
+        for stand_in, owners in zip(self.stand_ins, self.owners, strict=True):
+            for module, attribute in owners:
+                module._parameters[attribute] = stand_in  # type: ignore[assignment]
 
     def show_released(self) -> None:
         """Let the modules hold the refusing stand-ins; whoever kept a parameter finds it refusing too."""
@@ -149,26 +199,27 @@ class FlatGroup:
         self._show(self.parameters)
 
     def _show(self, parameters: Sequence[torch.Tensor]) -> None:
-        for parameter, owners in zip(parameters, self.owners, strict=True):
+        """What somebody put in the place of a parameter stays there, until it is refused or adopted."""
+        for parameter, known, owners in zip(parameters, self._known(), self.owners, strict=True):
             for module, attribute in owners:
-                module._parameters[attribute] = parameter  # type: ignore[assignment]
+                if id(module._parameters.get(attribute)) in known:
+                    module._parameters[attribute] = parameter  # type: ignore[assignment]
+
+    def _known(self) -> Iterator[tuple[int, int]]:
+        """By slot, the ids of the objects that stand for it."""
+        return ((id(real), id(stand_in)) for real, stand_in in zip(self.parameters, self.stand_ins, strict=True))
 
     def refuse_replaced(self) -> None:
         """Check that the modules still hold what stands for the parameters.
 
         Raises:
-            UnsupportedModelError: somebody put another tensor in a parameter's place, which would be ignored.
+            UnsupportedModelError: somebody put another tensor in a parameter's place, or removed it.
         """
-        for slot, parameter, stand_in, owners in zip(
-            self.layout.slots, self.parameters, self.stand_ins, self.owners, strict=True
-        ):
-            known = {id(parameter), id(stand_in)}
-            if any(id(module._parameters.get(name)) not in known for module, name in owners):
-                raise UnsupportedModelError(
-                    f"another tensor has been put in the place of offloaded parameter {slot.name!r} (assignment, "
-                    "load_state_dict(assign=True), functional_call); it would be ignored. Change values in place: "
-                    "`with infinity.gathered(module), torch.no_grad(): parameter.copy_(...)`"
-                )
+        for slot, known, owners in zip(self.layout.slots, self._known(), self.owners, strict=True):
+            for module, attribute in owners:
+                found = module._parameters.get(attribute)
+                if id(found) not in known:
+                    raise replaced_error(slot.name, found)
 
     def take_data(self, slot: int) -> None:
         """`.data` of a parameter is handed out, through which it can be edited unseen."""

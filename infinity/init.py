@@ -125,7 +125,7 @@ def leave_uninitialised(runtime: Runtime) -> None:
     """
     materialise(runtime, [], FirstValues(), lambda group: None)
     for group in runtime.groups:
-        group.show_released()
+        group.put_stand_ins()
 
 
 def _refuse_half_built(group: FlatGroup) -> None:
@@ -158,7 +158,7 @@ def _refuse_uninitialised(model: nn.Module, groups: Sequence[FlatGroup], values:
 def _stream(runtime: Runtime, match: Match, group: FlatGroup) -> None:
     """Read the parameters of a group from files; what the model holds is not looked at."""
     group.take_over()
-    group.show_released()
+    group.put_stand_ins()
     if not runtime.copies[group.index].pinned:
         stream_into_store(runtime, match, group)
         return

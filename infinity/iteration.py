@@ -187,6 +187,16 @@ class Iteration:
                 "optimizer.zero_grad() and run forward and backward again"
             )
 
+    def refuse_inside(self, what: str) -> None:
+        """Something is about to happen that no forward or backward may see.
+
+        Raises:
+            IterationError: one is under way.
+        """
+        if self._occupancy.is_inside or in_backward():
+            raise IterationError(f"{what} between two steps, but a forward or a backward is under way")
+        self.refuse_failed()
+
     def discard(self) -> None:
         """Forget all gradients; a backward that failed is forgotten with them."""
         if self._tasks.any_open and not in_backward():

@@ -283,7 +283,7 @@ class _Staging:
             if runtime.lockstep is not None:
                 adopt(runtime, group)
                 return
-            group.show_released()
+            group.put_stand_ins()
             if copy.pinned:
                 lease = runtime.pool.lease(group.shard_nbytes, group.key)
                 torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.layout.numel).copy_(self._flat)

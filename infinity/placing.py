@@ -31,7 +31,7 @@ def adopt(runtime: Runtime, group: FlatGroup) -> None:
     """Copy the parameters that the modules hold into the shard, then let the model forget them."""
     lease = _make_shard(runtime, group)
     group.take_over()
-    group.show_released()
+    group.put_stand_ins()
     place(runtime, group, lease)
 
 

@@ -87,7 +87,7 @@ class OffloadedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _keep_data(self, value)
+        _set_data(self, value)
 
     @property
     def requires_grad(self) -> bool:
@@ -237,7 +237,7 @@ class ReleasedParameter(StandIn):
             parameter = args[0].ref.group.parameters[args[0].ref.slot]
             return getattr(parameter, func.__name__)(*args[1:], **kwargs)
         if func == _DATA_SET and isinstance(args[0], ReleasedParameter):
-            return _keep_data(args[0], args[1])
+            return _set_data(args[0], args[1])
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _change_requires_grad(func, args, kwargs)
         use = data_of if func == _DATA_GET else func
@@ -302,14 +302,22 @@ def mark_present(parameters: Iterable[OffloadedParameter]) -> None:
         parameter.__class__ = OffloadedParameter
 
 
+def move_hooks(before: OffloadedParameter, after: OffloadedParameter) -> None:
+    """The hooks of one real parameter belong to another one from now on; their handles remove them there."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if hooks := getattr(before, name, None):
+                setattr(after, name, hooks)
+
+
 def is_released(value: object) -> TypeGuard[ReleasedParameter | FreedParameter]:
     """Whether a value stands for a parameter whose data is elsewhere."""
     return isinstance(value, (ReleasedParameter, FreedParameter))
 
 
 def real(value: Any) -> Any:
-    """The real parameter for a stand-in; anything else as it is."""
-    return value.ref.group.parameters[value.ref.slot] if isinstance(value, ReleasedParameter) else value
+    """The real parameter for what stands for one; anything else as it is."""
+    return value.ref.group.parameters[value.ref.slot] if is_released(value) else value
 
 
 class GradientKeeper(Protocol):
@@ -372,33 +380,45 @@ class ShardedGradient(SpilledGradient):
     )
 
 
-def _keep_data(parameter: OffloadedParameter | ReleasedParameter, value: torch.Tensor) -> None:
-    """Setting the data of a parameter to itself, as `model.to` does where nothing changes, is all that is possible."""
-    if value is not parameter:
-        raise UnsupportedModelError(
-            f"the data of offloaded parameter {parameter.ref.name!r} cannot be replaced (by .data = ..., or by a "
-            "conversion such as model.to or model.half): it lies in a buffer of its unit. Choose device and precision "
-            "in infinity.Config; change values in place: `with infinity.gathered(module), torch.no_grad(): "
-            "parameter.copy_(...)`"
-        )
+def _set_data(parameter: OffloadedParameter | ReleasedParameter, value: torch.Tensor) -> None:
+    """Setting the data of a parameter to itself, as `model.to` does where nothing changes, does nothing.
+
+    Data of another shape is what resizing an embedding sets: the modules hold a new parameter from then on, which
+    `engine.adopt()` takes in. Anything else would have to be a copy, which users can make themselves.
+    """
+    if value is parameter:
+        return
+    if value.shape != parameter.shape:
+        fresh = nn.Parameter(value.detach(), requires_grad=parameter.requires_grad)
+        for module, attribute in parameter.ref.group.owners[parameter.ref.slot]:
+            module._parameters[attribute] = fresh
+        return
+    raise UnsupportedModelError(
+        f"the data of offloaded parameter {parameter.ref.name!r} cannot be replaced (by .data = ..., or by a "
+        "conversion such as model.to or model.half): it lies in a buffer of its unit. Choose device and precision "
+        "in infinity.Config; change values in place: `with infinity.gathered(module), torch.no_grad(): "
+        "parameter.copy_(...)`"
+    )
 
 
 def set_requires_grad(parameter: OffloadedParameter | ReleasedParameter, value: bool) -> None:
     """Freeze or unfreeze a parameter, as in torch: a frozen one gets no gradient, so no step changes it or its state.
 
-    Raises:
-        UnsupportedModelError: it was frozen when the model was offloaded, so there is no place for its state.
+    One that was frozen when the model was offloaded has no place for its state: it trains from `engine.adopt()` on.
     """
     ref = parameter.ref
+    mark_requires_grad((ref.group.parameters[ref.slot], ref.group.stand_ins[ref.slot]), value)
     if value and not ref.group.trainable:
-        raise UnsupportedModelError(
-            f"requires_grad of offloaded parameter {ref.name!r} cannot become True: it was frozen when the model was "
-            "offloaded, so its optimizer state has no place. Unfreeze it before infinity.offload; what trains then can "
-            "be frozen and unfrozen at any time"
-        )
+        ref.group.unfrozen.add(ref.slot)
+    else:
+        ref.group.unfrozen.discard(ref.slot)
+
+
+def mark_requires_grad(parameters: Iterable[OffloadedParameter | ReleasedParameter], value: bool) -> None:
+    """Set what objects that stand for a parameter say, and nothing else."""
     with torch._C.DisableTorchFunctionSubclass():
-        for one in (ref.group.parameters[ref.slot], ref.group.stand_ins[ref.slot]):
-            _REQUIRES_GRAD_SET(one, value)
+        for parameter in parameters:
+            _REQUIRES_GRAD_SET(parameter, value)
 
 
 def _change_requires_grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

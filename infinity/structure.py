@@ -10,14 +10,16 @@ is left as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
-from infinity.groups import FlatGroup
+from infinity.groups import FlatGroup, replaced_error
+
+_ADOPT = "Call engine.adopt() between two steps, or give new parameters to optimizer.add_param_group, which does so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +49,11 @@ class Structure:
         groups: all of its parameters, whose stand-ins are in place.
     """
 
-    def __init__(self, model: nn.Module, groups: Iterable[FlatGroup]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[FlatGroup]) -> None:
         self._model = model
         self._places: dict[tuple[int, str], tuple[str, frozenset[int]]] = {}
         self._known: set[int] = set()
+        self._frozen = [group for group in groups if not group.trainable]
         for group in groups:
             for slot, *objects, owners in zip(
                 group.layout.slots, group.parameters, group.stand_ins, group.owners, strict=True
@@ -67,28 +70,31 @@ class Structure:
         Raises:
             UnsupportedModelError: the model has parameters that are not offloaded.
         """
+        if any(group.unfrozen for group in self._frozen):
+            slots = [group.layout.slots[slot].name for group in self._frozen for slot in group.unfrozen]
+            raise UnsupportedModelError(
+                f"{_listed(slots)} was frozen when the model was offloaded and shall train now, but has no place for "
+                f"its gradient and state. {_ADOPT}"
+            )
         if all(seen.is_unchanged for seen in self._seen):
             return
         added, replaced = self.changes()
         if replaced:
-            raise UnsupportedModelError(
-                f"another tensor has been put in the place of offloaded parameter {replaced[0]!r} (assignment, "
-                "load_state_dict(assign=True), functional_call); it would be ignored. Change values in place: `with "
-                "infinity.gathered(module), torch.no_grad(): parameter.copy_(...)`"
-            )
+            raise replaced_error(*replaced[0])
         if added:
             raise UnsupportedModelError(
-                f"the model has got parameters since it was offloaded, which no step would train: {_listed(added)}"
+                f"the model has got parameters since it was offloaded, which no step would train: {_listed(added)}. "
+                f"{_ADOPT}"
             )
         self._look()
 
-    def changes(self) -> tuple[list[str], list[str]]:
-        """Names of parameters that are new, and of offloaded ones in whose place there is another tensor."""
+    def changes(self) -> tuple[list[str], list[tuple[str, torch.Tensor]]]:
+        """Names of parameters that are new, and of offloaded ones in whose place there is another tensor, with that."""
         added, replaced = [], []
         for path, parameter, place in self._held():
             name, ids = self._places.get(place, ("", frozenset()))
             if ids and id(parameter) not in ids:
-                replaced.append(name)
+                replaced.append((name, parameter))
             elif not ids and id(parameter) not in self._known:
                 added.append(path)
         return added, replaced

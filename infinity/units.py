@@ -13,7 +13,7 @@ shard, several users.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,15 @@ ROOT_NAME = "(root)"
 Owners = list[tuple[nn.Module, str]]
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is known of a parameter that is offloaded already, when a changed model is partitioned anew."""
+
+    parameter: nn.Parameter  # the one object that counts, of the two that may stand for it
+    dtype: torch.dtype  # of the values it was made of
+    trainable: bool
+
+
 @dataclass(slots=True)
 class Owned:
     """One parameter of the model and every (module, attribute) that holds it. The first name is its name."""
@@ -37,10 +46,19 @@ class Owned:
     name: str
     parameter: nn.Parameter
     owners: Owners = field(default_factory=list)
+    kept: Kept | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype if self.kept is None else self.kept.dtype
+
+    @property
+    def trainable(self) -> bool:
+        return self.parameter.requires_grad if self.kept is None else self.kept.trainable
 
     @property
     def nbytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
+        return self.parameter.numel() * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -55,21 +73,41 @@ class UnitSpec:
     n_places: int = 1  # how often the module stands in the model: it is called in as many places
 
 
-def find_parameters(model: nn.Module) -> list[Owned]:
-    """Every parameter of the model once, in module order, with all its owners."""
-    found: dict[int, Owned] = {}
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            entry = found.setdefault(id(parameter), Owned(name, parameter))
-            entry.owners.append((module, attribute))
-    return list(found.values())
+class Parameters:
+    """Every parameter of a model once, in module order, with all its owners.
+
+    Args:
+        kept: what is offloaded already, by the id of every object that may stand for it.
+    """
+
+    def __init__(self, model: nn.Module, kept: Mapping[int, Kept] | None = None) -> None:
+        self._kept = kept or {}
+        self._found: dict[int, Owned] = {}
+        for prefix, module in model.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                known = self._kept.get(id(parameter))
+                one = parameter if known is None else known.parameter
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                entry = self._found.setdefault(id(one), Owned(name, one, kept=known))
+                entry.owners.append((module, attribute))
+
+    def __iter__(self) -> Iterator[Owned]:
+        return iter(self._found.values())
+
+    def of(self, parameter: nn.Parameter) -> Owned:
+        """The entry of an object that some module holds."""
+        known = self._kept.get(id(parameter))
+        return self._found[id(parameter if known is None else known.parameter)]
 
 
 def partition(
-    model: nn.Module, *, resident_threshold_nbytes: int, unit_classes: Sequence[str | type[nn.Module]] = ()
+    model: nn.Module,
+    *,
+    resident_threshold_nbytes: int,
+    unit_classes: Sequence[str | type[nn.Module]] = (),
+    kept: Mapping[int, Kept] | None = None,
 ) -> list[UnitSpec]:
     """Partition the model's parameters into units, in module order; the resident unit, if any, comes last.
 
@@ -77,21 +115,23 @@ def partition(
         model: the module whose forward is the outermost one.
         resident_threshold_nbytes: a module outside the blocks that owns fewer bytes stays on the device.
         unit_classes: classes, or their names, whose outermost instances are the blocks; empty finds repeated blocks.
+        kept: parameters that are offloaded already, by the id of every object that may stand for one.
 
     Raises:
         UnsupportedModelError: `unit_classes` matches nothing, or modules without a forward; or a parameter is a lazy,
             sparse, complex or subclassed tensor.
     """
-    parameters = find_parameters(model)
-    _refuse_unsupported(parameters)
-    _refuse_overlapping(model, parameters)
+    parameters = Parameters(model, kept)
+    fresh = [entry for entry in parameters if entry.kept is None]
+    _refuse_unsupported(fresh)
+    _refuse_overlapping(model, fresh)
     if unit_classes:
         blocks = _outermost(_match_blocks(model, "", unit_classes))
         _refuse_unmatched(blocks, unit_classes)
     else:
         blocks = _outermost(_repeated_blocks(model, ""))
     inside = {id(m) for _, block in blocks for m in block.modules()}
-    chosen = blocks + list(_large_owners(model, inside, resident_threshold_nbytes))
+    chosen = blocks + list(_large_owners(model, parameters, inside, resident_threshold_nbytes))
     order = {id(m): position for position, m in enumerate(model.modules())}
     chosen.sort(key=lambda pair: order[id(pair[1])])
     return _assign(model, parameters, chosen)
@@ -205,14 +245,16 @@ def _match_blocks(
         yield from _match_blocks(child, f"{path}.{name}" if path else name, unit_classes)
 
 
-def _large_owners(model: nn.Module, inside: set[int], threshold_nbytes: int) -> Iterator[tuple[str, nn.Module]]:
+def _large_owners(
+    model: nn.Module, parameters: Parameters, inside: set[int], threshold_nbytes: int
+) -> Iterator[tuple[str, nn.Module]]:
     """Modules outside the blocks that own many bytes themselves; each takes the rest of its subtree with it."""
     taken: set[int] = set()
     for name, module in model.named_modules():
         if id(module) in inside or id(module) in taken:
             continue
         own = {id(p): p for p in _direct_parameters(module)} if _is_called(module) else {}
-        if own and sum(p.numel() * p.element_size() for p in own.values()) >= threshold_nbytes:
+        if own and sum(parameters.of(p).nbytes for p in own.values()) >= threshold_nbytes:
             taken.update(id(m) for m in module.modules())
             yield name, module
 
@@ -226,21 +268,19 @@ def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _assign(
-    model: nn.Module, parameters: Sequence[Owned], chosen: Sequence[tuple[str, nn.Module]]
+    model: nn.Module, parameters: Parameters, chosen: Sequence[tuple[str, nn.Module]]
 ) -> list[UnitSpec]:
     owned_by: dict[int, UnitSpec] = {}
     chosen_ids = {id(module) for _, module in chosen}
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     specs = []
-    by_id = {id(entry.parameter): entry for entry in parameters}
     for name, module in chosen:
         spec = UnitSpec(name, module, [], [], n_places=places[id(module)])
-        for parameter in _own_subtree(module, chosen_ids):
-            entry = by_id[id(parameter)]
-            if id(parameter) in owned_by:
+        for entry in _own_subtree(module, parameters, chosen_ids):
+            if id(entry.parameter) in owned_by:
                 spec.borrowed.append(entry)
             else:
-                owned_by[id(parameter)] = spec
+                owned_by[id(entry.parameter)] = spec
                 spec.own.append(entry)
         if spec.own or spec.borrowed:
             specs.append(spec)
@@ -250,14 +290,15 @@ def _assign(
     return specs
 
 
-def _own_subtree(module: nn.Module, chosen_ids: set[int]) -> list[nn.Parameter]:
+def _own_subtree(module: nn.Module, parameters: Parameters, chosen_ids: set[int]) -> list[Owned]:
     """Parameters of the subtree without nested units, each once, in module order."""
-    seen: dict[int, nn.Parameter] = {}
+    seen: dict[int, Owned] = {}
 
     def walk(part: nn.Module) -> None:
         for parameter in part._parameters.values():
             if parameter is not None:
-                seen.setdefault(id(parameter), parameter)
+                entry = parameters.of(parameter)
+                seen.setdefault(id(entry.parameter), entry)
         for child in part.children():
             if id(child) not in chosen_ids:
                 walk(child)

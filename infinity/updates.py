@@ -50,6 +50,9 @@ class OptimizerView(Protocol):
     def slots(self) -> Iterable[tuple[FlatGroup, int]]:
         """Every slot the optimizer holds, in the order of its parameter groups."""
 
+    def adopted(self) -> None:
+        """The model has changed and was planned anew: slots are others, and some parameters are gone."""
+
 
 class Updates:
     """Submits updates and ends steps. Used by the training thread.

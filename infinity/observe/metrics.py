@@ -49,10 +49,16 @@ def _sum(rows: Iterable[Counts]) -> Counts:
 
 
 class TrafficBook:
-    """Makes `Traffic` of the counters. Notes the link counters at every step. Used by the training thread."""
+    """Makes `Traffic` of the counters. Notes the link counters at every step. Used by the training thread.
 
-    def __init__(self, runtime: Runtime) -> None:
+    Args:
+        before: what an earlier runtime of the same engine has moved.
+    """
+
+    def __init__(self, runtime: Runtime, before: Traffic | None = None) -> None:
         self._runtime = runtime
+        self._before = before or Traffic([], {}, {})
+        self._first = len(self._before.per_step)
         self._links: list[tuple[int, int]] = [self._link_totals()]
 
     def _link_totals(self) -> tuple[int, int]:
@@ -75,16 +81,17 @@ class TrafficBook:
                 counts[f"nvme_{way}_bytes"] += record.payload_nbytes
                 counts[f"nvme_{way}_bytes/{record.tag.kind}"] += record.payload_nbytes
                 counts[f"nvme_{way}_padding_bytes"] += record.moved_nbytes - record.payload_nbytes
-        steps = len(self._links) - 1
-        for step in range(steps):
-            before, after = self._links[step], self._links[step + 1]
+        steps = self._first + len(self._links) - 1
+        for number, step in enumerate(range(self._first, steps)):
+            before, after = self._links[number], self._links[number + 1]
             by_step[step]["h2d_bytes"] += after[0] - before[0]
             by_step[step]["d2h_bytes"] += after[1] - before[1]
         others = [by_step[step] for step in by_step if step >= steps or step < -1]
-        per_step = [dict(by_step[step]) for step in range(steps)]
+        per_step = [dict(by_step[step]) for step in range(self._first, steps)]
         initialisation = dict(by_step[-1])
-        total = _sum([*per_step, initialisation, *others])
-        return Traffic(per_step, initialisation, dict(total))
+        total = _sum([*per_step, initialisation, *others, self._before.total])
+        first = self._before.initialisation or initialisation
+        return Traffic([*self._before.per_step, *per_step], first, dict(total))
 
 
 def _drive_counters(drive: DriveReport) -> dict[str, float]:

@@ -86,16 +86,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._tier
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Parameters that the model got after it was offloaded are adopted; see `Engine.adopt`."""
         super().add_param_group(param_group)
-        added = self.param_groups[-1]
+        try:
+            self._place(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def adopted(self) -> None:
+        """The engine has adopted a changed model: slots are others, and parameters that are gone leave the groups."""
+        self._places.clear()
+        for settings in self.param_groups:
+            kept = [p for p in settings["params"] if (ref := ref_of(p)) is None or ref.access is self._engine]
+            settings["params"] = kept
+            refs = [ref for p in kept if (ref := ref_of(p)) is not None]
+            self._places.update({(ref.group.index, ref.slot): settings for ref in refs})
+
+    def _place(self, added: dict[str, Any]) -> None:
         if added.get("amsgrad"):
             raise ConfigError(f"a parameter group has amsgrad=True, which infinity.{type(self).__name__} does not have")
         self.check_settings(added)
         parameters = added["params"]
-        refs = [ref_of(parameter) for parameter in parameters]
         if self._config is not None:
-            self._refuse_in_tier(refs)
+            self._refuse_in_tier([ref_of(parameter) for parameter in parameters])
             return
+        refs = self._refs_of(parameters)
         for group, slot in slots_of(parameters):
             self._places[group.index, slot] = added
         for ref in refs:
@@ -113,11 +129,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "offloaded model without config=, and another one for other parameters"
             )
         if self._tier is not None:
-            self.param_groups.pop()
             raise ConfigError(
                 "a parameter group was added after the room for the optimizer's state had been made; build the "
                 "optimizer with all groups"
             )
+
+    def _refs_of(self, parameters: Sequence[torch.Tensor]) -> list[ParameterRef | None]:
+        """What the parameters stand for, after those that came late have been adopted."""
+        refs = [ref_of(parameter) for parameter in parameters]
+        late = [parameter for parameter, ref in zip(parameters, refs, strict=True) if ref is None]
+        engine = self._engine or next((ref.access for ref in refs if ref is not None), None)
+        if late and isinstance(engine, Engine) and not engine.is_closed and engine.has_module_parameter(late[0]):
+            engine.adopt()
+            return [ref_of(parameter) for parameter in parameters]
+        return refs
 
     def state_dict(self) -> dict[str, Any]:
         """As that of torch's optimizer, which can load it: the state of every parameter by its index.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.errors import CheckpointError
-from infinity.units import find_parameters
+from infinity.units import Parameters
 from infinity.weights.source import Weights
 from infinity.weights.transformers_names import Renamed, Renamer, file_name_of, ignored, is_of_adapter, pretrained_of
 
@@ -93,9 +93,9 @@ class Match:
 
 def places_of(model: nn.Module) -> dict[str, Place]:
     """Every parameter and persistent buffer, by its first name."""
-    first = {id(entry.parameter): entry.name for entry in find_parameters(model)}
+    first = {id(entry.parameter): entry.name for entry in Parameters(model)}
     names: dict[str, list[str]] = {name: [] for name in first.values()}
-    shapes = {entry.name: tuple(entry.parameter.shape) for entry in find_parameters(model)}
+    shapes = {entry.name: tuple(entry.parameter.shape) for entry in Parameters(model)}
     for prefix, module in model.named_modules(remove_duplicate=False):
         held = {**module._parameters, **_persistent(module)}
         for attribute, tensor in held.items():

@@ -39,6 +39,7 @@ def _group(index: int) -> FlatGroup:
     group = FlatGroup(index, f"g{index}", own, shard_dtype=torch.float32, compute_dtype=torch.float32)
     group.attach(torch.device("cpu"), Nobody())
     group.allocate_flat()
+    group.put_stand_ins()
     group.show_gathered()
     return group
 

@@ -152,16 +152,21 @@ def test_an_edit_inside_a_forward_is_refused(offload: MakeEngine) -> None:
 def test_replaced_parameters_are_refused(offload: MakeEngine) -> None:
     """They were ignored, and the stored values used."""
     model = build(Net)
-    offload(model)
+    engine = offload(model)
     values = {name: torch.full(tuple(p.shape), 0.01) for name, p in model.named_parameters()}
     with pytest.raises(infinity.UnsupportedModelError, match="put in the place"):
         torch.func.functional_call(model, values, (batch(0),))
     with torch.no_grad():
-        want = loss_of(model, batch(0))
-    with pytest.raises(infinity.UnsupportedModelError, match="put in the place"), infinity.gathered(model):
+        assert torch.equal(loss_of(model, batch(0)), loss_of(build(Net), batch(0)))
+    with infinity.gathered(model):
         model.load_state_dict(values, assign=True)
+    with pytest.raises(infinity.UnsupportedModelError, match=r"put in the place.*engine\.adopt"):
+        loss_of(model, batch(0))
+    assert engine.adopt()
+    plain = build(Net)
+    plain.load_state_dict(values)
     with torch.no_grad():
-        assert torch.equal(loss_of(model, batch(0)), want)
+        assert torch.equal(loss_of(model, batch(0)), loss_of(plain, batch(0)))
 
 
 def test_a_step_inside_gathered_is_seen_there(offload: MakeEngine) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.groups import FlatGroup
 from infinity.residency import CopyState, HostCopy, ResidencyError
-from infinity.units import find_parameters
+from infinity.units import Parameters
 from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.types import Ticket
@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self, *, pinned: bool = False) -> None:
         with torch.device("meta"):
-            own = find_parameters(nn.Linear(8, 8))
+            own = list(Parameters(nn.Linear(8, 8)))
         self.group = FlatGroup(0, "line/float32", own, shard_dtype=torch.float32, compute_dtype=torch.float32)
         self.pool = HostPool(1 << 20)
         self.window = TierBudget("window", 1 << 20)

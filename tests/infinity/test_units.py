@@ -11,7 +11,7 @@ from torch import nn
 import infinity
 from infinity.errors import UnsupportedModelError
 from infinity.released import OffloadedParameter
-from infinity.units import RESIDENT_NAME, UnitSpec, find_parameters, partition
+from infinity.units import RESIDENT_NAME, Parameters, UnitSpec, partition
 from tests import zoo
 from tests.conftest import MakeEngine
 
@@ -410,7 +410,7 @@ def test_every_module_that_may_run_finds_its_parameters_gathered(model: nn.Modul
 @given(trees())
 def test_every_holder_of_a_parameter_is_known(model: nn.Module) -> None:
     held = {(id(module), name) for module in model.modules() for name, p in module._parameters.items() if p is not None}
-    owners = [(id(module), name) for entry in find_parameters(model) for module, name in entry.owners]
+    owners = [(id(module), name) for entry in Parameters(model) for module, name in entry.owners]
     assert sorted(owners) == sorted(held)
 
 

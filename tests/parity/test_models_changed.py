@@ -71,21 +71,19 @@ def test_a_frozen_step_writes_nothing(offload: MakeEngine) -> None:
     assert after["nvme_write_bytes/param"] == 4 * 37 * 29 < before["nvme_write_bytes/param"]
 
 
-def test_what_was_frozen_when_offloaded_stays_so(offload: MakeEngine) -> None:
+@pytest.mark.parametrize("threshold", ["1KiB", "64MiB"], ids=["units", "resident"])
+def test_what_was_frozen_when_offloaded_needs_a_place(offload: MakeEngine, threshold: str) -> None:
     model: Any = build(Net)
     model.head.requires_grad_(False)
-    model.embed.requires_grad_(False)
-    offload(model, resident_threshold="4100B")
-    for change in (
-        lambda: model.head.requires_grad_(True),
-        lambda: setattr(model.embed.weight, "requires_grad", True),
-    ):
-        with pytest.raises(infinity.UnsupportedModelError, match=r"frozen when the model was offloaded"):
-            change()
-    with infinity.gathered(model.head), pytest.raises(infinity.UnsupportedModelError, match=r"'head\.weight'"):
-        model.head.weight.requires_grad_()
-    model.requires_grad_(False)  # what changes nothing is allowed
+    offload(model, resident_threshold=threshold, host={"budget": "1MiB"})
+    model.head.requires_grad_(True)
+    assert model.head.weight.requires_grad
+    for _ in range(2):
+        with pytest.raises(infinity.UnsupportedModelError, match=r"'head\.weight' was frozen when.*engine\.adopt"):
+            model(batch(0))
+    model.head.weight.requires_grad = False
     assert not model.head.weight.requires_grad
+    model(batch(0))
 
 
 # Edits that torch does not count -----------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Shards and state of single parameters on their way from one layout to another, in a nameless temporary file.
+
+What is stored is carried as it lies: the bits of the parameter shard and of every field of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import torch
+
+from infinity.checkpoint.tensor_file import bytes_of
+from infinity.errors import CheckpointError
+from infinity.sizes import format_nbytes
+
+_Call = Callable[[int, memoryview, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One tensor to carry, by a key of the caller's."""
+
+    key: Hashable
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Carry:
+    """A context manager; the file is gone when it is closed, or when the process ends.
+
+    Args:
+        folder: where the file lies.
+        loads: everything that it has to hold.
+
+    Raises:
+        CheckpointError: the folder has no room for it.
+    """
+
+    def __init__(self, folder: Path, loads: Iterable[Load]) -> None:
+        self._places: dict[Hashable, tuple[int, int]] = {}  # first byte and bytes per element
+        nbytes = 0
+        for load in loads:
+            self._places[load.key] = nbytes, load.dtype.itemsize
+            nbytes += load.nbytes
+        self.nbytes = nbytes
+        try:
+            self._file = _make_file(folder, nbytes)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} has no room for {format_nbytes(nbytes)} ({nbytes} bytes), which a changed model needs for a "
+                f"moment to move its state: {error.strerror or error}. Nothing has changed"
+            ) from error
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._places
+
+    def write(self, key: Hashable, start: int, values: torch.Tensor) -> None:
+        """Keep elements of a tensor, from `start` on.
+
+        Raises:
+            CheckpointError: the disk is full or fails.
+        """
+        try:
+            _transfer(os.pwrite, self._file.fileno(), self._offset(key, start), bytes_of(values))
+        except OSError as error:
+            raise CheckpointError(f"moving the state of a changed model: {error.strerror or error}") from error
+
+    def read(self, key: Hashable, start: int, into: torch.Tensor) -> None:
+        """Fill `into` with elements of a tensor, from `start` on."""
+        _transfer(
+            lambda fd, memory, offset: os.preadv(fd, [memory], offset),
+            self._file.fileno(),
+            self._offset(key, start),
+            bytes_of(into),
+        )
+
+    def _offset(self, key: Hashable, start: int) -> int:
+        first, itemsize = self._places[key]
+        return first + start * itemsize
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _make_file(folder: Path, nbytes: int) -> IO[bytes]:
+    with ExitStack() as undo:
+        file = undo.enter_context(tempfile.TemporaryFile(dir=folder))
+        if nbytes and hasattr(os, "posix_fallocate"):  # elsewhere a full disk shows while writing
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        undo.pop_all()
+    return file
+
+
+def _transfer(call: _Call, fd: int, offset: int, memory: memoryview) -> None:
+    while memory:
+        count = call(fd, memory, offset)
+        if count == 0:
+            raise OSError("the file ends too early")
+        memory, offset = memory[count:], offset + count
