@@ -109,15 +109,10 @@ def draw_up(
 def _refuse_with_ranks(config: Config, ranks: Ranks | None) -> None:
     if ranks is None:
         return
-    if config.stage != 3 and config.schedule is Schedule.DEFERRED:
+    if config.stage != 3 and config.schedule in (Schedule.DEFERRED, Schedule.OVERLAPPED):
         raise ConfigError(
-            f"stage={config.stage} trades the updated parameters between the ranks in step(), so schedule='deferred' "
-            "has nothing to defer; use stage=3, or 'synchronous' or 'auto'"
-        )
-    if config.schedule is Schedule.OVERLAPPED:
-        raise ConfigError(
-            "schedule='overlapped' updates parameters during backward, before the ranks have agreed which of them have "
-            "a gradient; with several ranks use 'synchronous' or 'auto'"
+            f"stage={config.stage} trades the updated parameters between the ranks in step(), so no update can be made "
+            f"before or after it as schedule={config.schedule.value!r} does; use stage=3, or 'synchronous' or 'auto'"
         )
     if config.device.kind is DeviceKind.FAKE:
         raise ConfigError("device.kind='fake' computes for one rank; with several ranks use 'cpu' or 'cuda'")

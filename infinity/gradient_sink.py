@@ -83,8 +83,12 @@ class GradientSink:
                     gradient.lease = self._pool.lease(nbytes, gradient_key(group))
                     gradient.submit_read_back(self.step, Priority.READ_AHEAD)
 
-    def harvest(self, group: FlatGroup) -> bool:
-        """Move every `.grad` of the group's parameters to the sink. True when there was any."""
+    def harvest(self, group: FlatGroup, *, is_final: bool) -> bool:
+        """Move every `.grad` of the group's parameters to the sink. True when there was any.
+
+        Args:
+            is_final: nothing more will come of this backward.
+        """
         arrived = [(n, p) for n, p in enumerate(group.parameters) if fresh_grad(p) is not None]
         if not arrived:
             return False
@@ -95,11 +99,13 @@ class GradientSink:
                     f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
                     "sparse=False"
                 )
-        self._take_down(group, arrived)
+        self._take_down(group, arrived, is_final=is_final)
         self._blocks.free_left()
         return True
 
-    def _take_down(self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]]) -> None:
+    def _take_down(
+        self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
+    ) -> None:
         """Move the gradients of some slots to host memory."""
         gradient = self._open(group)
         block = self._blocks.take(group)
@@ -148,6 +154,10 @@ class GradientSink:
             if len(parts) > 1:
                 gradient.peaks[slot] = [_peak(gradient.slot_view(slot))]
         self._spill.write(gradient, self.step)
+
+    def is_complete(self, group: FlatGroup) -> bool:
+        """Whether a gradient that is final on this rank is so on all of them."""
+        return True
 
     def end_backward(self) -> None:
         """No backward is running any more: reserved device memory that no gradient came for goes back."""

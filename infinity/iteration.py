@@ -311,7 +311,7 @@ class Iteration:
             self._updates.refuse_second(group)
         for slot in fresh:
             self._updates.gradients.refuse_arrival(group, slot)
-        self._runtime.sink.harvest(group)
+        self._runtime.sink.harvest(group, is_final=is_final)
         self._runtime.sink.settle(group)
         if is_final:
             self._updates.complete([group])

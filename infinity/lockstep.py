@@ -58,7 +58,7 @@ _NAMES = {
 }
 
 Lend = Callable[[FlatGroup, Collection[int]], None]
-Join = Callable[[FlatGroup, Collection[int], torch.Tensor | None], None]
+Join = Callable[[FlatGroup, Collection[int], torch.Tensor | None, bool], None]
 
 
 class Lockstep:
@@ -83,7 +83,8 @@ class Lockstep:
         Args:
             lend: gives this rank's span of a group's parameters to the members that gather it.
             join: takes part in the reduction of a group's gradient, to which the given members contribute, this one
-                with the given flat buffer.
+                with the given flat buffer; and is told whether it is complete, because every rank has said that its own
+                contribution is.
         """
         self._groups, self._lend, self._join = groups, lend, join
 
@@ -95,13 +96,16 @@ class Lockstep:
         """
         self._round(Want.GATHER, group.index)
 
-    def reduce(self, group: FlatGroup, flat: torch.Tensor) -> None:
+    def reduce(self, group: FlatGroup, flat: torch.Tensor, *, is_final: bool) -> None:
         """Average a gradient over all ranks; `join` gets the result.
+
+        Args:
+            is_final: nothing more will come from this rank in this backward.
 
         Raises:
             RankError: another rank has failed or left.
         """
-        self._round(Want.REDUCE, group.index, flat)
+        self._round(Want.REDUCE, group.index, flat, is_final)
 
     def end(self, boundary: Want) -> None:
         """Take part in the rounds of the others until all are at a boundary.
@@ -156,15 +160,18 @@ class Lockstep:
             askers = frozenset(member for member, row in enumerate(asked) if row[:2] == [kind, number])
             asks_it = (want, index) == (kind, number)
             self.served += not asks_it
-            self._move(Want(kind), self._groups[number], askers, flat if asks_it else None)
+            is_complete = len(askers) == len(asked) and all(row[2] for row in asked)
+            self._move(Want(kind), self._groups[number], askers, flat if asks_it else None, is_complete)
         return asked
 
-    def _move(self, kind: Want, group: FlatGroup, askers: frozenset[int], flat: torch.Tensor | None) -> None:
+    def _move(
+        self, kind: Want, group: FlatGroup, askers: frozenset[int], flat: torch.Tensor | None, is_complete: bool
+    ) -> None:
         ranks = self.collectives.ranks
         if self._lend is None or self._join is None:
             raise RankError(f"another rank asks for {group.key} before this engine is ready")
         if kind is Want.REDUCE:
-            self._join(group, askers, flat)
+            self._join(group, askers, flat, is_complete)
         elif ranks.member in askers:
             with self.stalls.charged(StallCause.RANKS):
                 self.collectives.gather(group.flat.data, group.span_of, askers)

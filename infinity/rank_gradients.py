@@ -46,10 +46,14 @@ class RankGradientSink(GradientSink):
         self._lockstep = lockstep
         self._ranks = lockstep.collectives.ranks
         self.discards = 0
+        self.agrees_early = False  # whether a gradient may be used as soon as it is complete on every rank
+        self._complete: set[int] = set()
 
     # Backward --------------------------------------------------------------------------------------------------
 
-    def _take_down(self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]]) -> None:
+    def _take_down(
+        self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
+    ) -> None:
         """Announce a gradient; `join` brings this rank's span of the average to host memory."""
         gradient = self._open(group)  # what can go wrong goes wrong before others wait for this rank
         block = self._blocks.allocate(group.layout.numel * GRAD_DTYPE.itemsize, f"reduction of {group.key}")
@@ -63,18 +67,25 @@ class RankGradientSink(GradientSink):
                         flat[slot.offset : slot.stop].copy_(grad.reshape(-1))
                         gradient.present[number] = True
             self._blocks.cancel(group)
-            self._lockstep.reduce(group, flat)
+            self._lockstep.reduce(group, flat, is_final=is_final)
         finally:
             self._device.free(block)
 
     @torch.no_grad()
-    def join(self, group: FlatGroup, contributing: Collection[int], flat: torch.Tensor | None) -> None:
+    def join(
+        self, group: FlatGroup, contributing: Collection[int], flat: torch.Tensor | None, is_complete: bool
+    ) -> None:
         """Take part in the averaging of a gradient, in the round in which members announced it.
 
         Args:
             flat: this rank's contribution, fp32 on the device; None when it has none.
+            is_complete: nothing more will come of this backward, from any rank.
         """
         gradient = self._open(group)
+        if is_complete and self.agrees_early:
+            present = self._lockstep.exchange(torch.tensor(gradient.present, dtype=torch.uint8)).amax(0)
+            gradient.present[:] = [bool(there) for there in present]
+            self._complete.add(group.index)
         own, keeps_whole = group.state_span, group.grad_span != group.state_span
         collectives = self._lockstep.collectives
         adds_zeros = flat is None and collectives.uses_nccl
@@ -114,7 +125,14 @@ class RankGradientSink(GradientSink):
         self._blocks.free_left()
         self.settle(group)
 
+    def is_complete(self, group: FlatGroup) -> bool:
+        return group.index in self._complete
+
     # Step ------------------------------------------------------------------------------------------------------
+
+    def take(self, group: FlatGroup) -> GroupGradient:
+        self._complete.discard(group.index)
+        return super().take(group)
 
     def agree(self, groups: Iterable[FlatGroup]) -> None:
         """Agree with all ranks which parameters have a gradient: those that have one on any of them.
@@ -167,6 +185,7 @@ class RankGradientSink(GradientSink):
 
     def discard(self) -> None:
         self.discards += bool(self._gradients)
+        self._complete.clear()
         super().discard()
 
     # Looking and changing --------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from infinity.observe.stalls import StallCause
 from infinity.optim.hyper import Hyper
 from infinity.optim.pipeline import GroupUpdate
 from infinity.optim.taking import take_optimizer
+from infinity.rank_gradients import RankGradientSink
 from infinity.runtime import Runtime
 from infinity.waiting_gradients import WaitingGradients
 from storage.types import Ticket
@@ -72,6 +73,8 @@ class Updates:
         if runtime.lockstep is not None and runtime.config.stage < 3:
             self._exchange = ParameterExchange(runtime, runtime.lockstep)
         self._has_warned = False
+        if isinstance(runtime.sink, RankGradientSink):
+            runtime.sink.agrees_early = self.is_overlapped
 
     @property
     def optimizer(self) -> OptimizerView | None:
@@ -129,10 +132,14 @@ class Updates:
             )
 
     def complete(self, groups: Iterable[FlatGroup]) -> None:
-        """The gradients of these groups are final: under `overlapped` their updates start now."""
+        """The gradients of these groups are final: under `overlapped` their updates start now.
+
+        Over ranks only if they are final on all of them; the others wait for `step()`.
+        """
         if not self.is_overlapped:
             return
-        self._submit([group for group in groups if self._has_gradient(group)])
+        is_complete = self._runtime.sink.is_complete
+        self._submit([group for group in groups if self._has_gradient(group) and is_complete(group)])
 
     def refuse_second(self, group: FlatGroup) -> None:
         """A gradient arrives for a group.
@@ -184,10 +191,11 @@ class Updates:
         runtime = self._runtime
         self.consistency.check()
         later: list[GroupUpdate] = []
+        self.gradients.agree(Want.STEP, "the steps taken")
         if self.is_overlapped:
             self._check_unchanged(optimizer)
+            self._submit(runtime.sink.pending())  # what not every rank had in its backward
         else:
-            self.gradients.agree(Want.STEP, "the steps taken")
             self._finish_deferred()
             if optimizer.max_grad_norm is not None:
                 self.gradients.clip(optimizer.slots(), optimizer.max_grad_norm)

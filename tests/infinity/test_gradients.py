@@ -122,9 +122,9 @@ def test_gradients_add_up(bench: Bench) -> None:
     for value in (1.0, 2.5):
         bench.sink.expect(group)
         _give(group, value)
-        assert bench.sink.harvest(group)
+        assert bench.sink.harvest(group, is_final=True)
     assert all(fresh_grad(parameter) is None for parameter in group.parameters)
-    assert not bench.sink.harvest(group)
+    assert not bench.sink.harvest(group, is_final=True)
     gradient = bench.sink.take(group)
     for slot in range(2):
         assert torch.equal(gradient.slot_view(slot), torch.full_like(gradient.slot_view(slot), 3.5))
@@ -136,22 +136,22 @@ def test_gradients_add_up(bench: Bench) -> None:
 def test_slots_without_a_gradient_are_absent(bench: Bench) -> None:
     group = _group(0)
     set_fresh_grad(group.parameters[1], torch.ones(30))
-    assert bench.sink.harvest(group)
+    assert bench.sink.harvest(group, is_final=True)
     assert [bench.sink.has(group, slot) for slot in (0, 1)] == [False, True]
     norms = bench.sink.norms([(group, 0), (group, 1)])
     assert [float(norm) for norm in norms] == [pytest.approx(30**0.5)]
     set_fresh_grad(group.parameters[0], torch.ones(30, 40))
-    bench.sink.harvest(group)
+    bench.sink.harvest(group, is_final=True)
     assert len(bench.sink.norms([(group, 0), (group, 1)])) == 2
 
 
 def test_norms_follow_later_gradients(bench: Bench) -> None:
     group = _group(0)
     _give(group, 1.0)
-    bench.sink.harvest(group)
+    bench.sink.harvest(group, is_final=True)
     before = bench.sink.norms([(group, 1)])[0]
     _give(group, 1.0)
-    bench.sink.harvest(group)
+    bench.sink.harvest(group, is_final=True)
     assert bench.sink.norms([(group, 1)])[0] == pytest.approx(2 * float(before))
 
 
@@ -168,7 +168,7 @@ def test_what_was_expected_and_never_came(bench: Bench) -> None:
 def test_discard(bench: Bench) -> None:
     group = _group(0)
     _give(group, 1.0)
-    bench.sink.harvest(group)
+    bench.sink.harvest(group, is_final=True)
     bench.sink.discard()
     assert not bench.sink.has(group, 0)
     assert bench.held.used_nbytes == 0
@@ -178,10 +178,10 @@ def test_no_memory_and_nobody_to_wait_for(bench: Bench) -> None:
     groups = [_group(number) for number in range(3)]
     for group in groups[:2]:
         _give(group, 1.0)
-        bench.sink.harvest(group)
+        bench.sink.harvest(group, is_final=True)
     _give(groups[2], 1.0)
     with pytest.raises(infinity.PlacementError, match="gradient of g2: "):
-        bench.sink.harvest(groups[2])
+        bench.sink.harvest(groups[2], is_final=True)
     assert not bench.held.waiting()
 
 
@@ -189,12 +189,12 @@ def test_waiting_for_an_update_that_gives_memory_back(bench: Bench) -> None:
     groups = [_group(number) for number in range(3)]
     for group in groups[:2]:
         _give(group, 1.0)
-        bench.sink.harvest(group)
+        bench.sink.harvest(group, is_final=True)
     bench.updating = True
     gradient = bench.sink.take(groups[0])
     threading.Timer(0.01, gradient.release).start()
     _give(groups[2], 1.0)
-    assert bench.sink.harvest(groups[2])
+    assert bench.sink.harvest(groups[2], is_final=True)
     assert bench.stalls.counts[StallCause.GRADIENT_SPACE] <= 1
 
 
@@ -203,12 +203,12 @@ def test_the_last_update_ends_without_giving_memory_back(bench: Bench) -> None:
     groups = [_group(number) for number in range(3)]
     for group in groups[:2]:
         _give(group, 1.0)
-        bench.sink.harvest(group)
+        bench.sink.harvest(group, is_final=True)
     bench.updating = True
     threading.Timer(0.01, lambda: setattr(bench, "updating", False)).start()
     _give(groups[2], 1.0)
     with pytest.raises(infinity.PlacementError, match="schedule='synchronous'"):
-        bench.sink.harvest(groups[2])
+        bench.sink.harvest(groups[2], is_final=True)
 
 
 class _SlowToTell:
@@ -233,7 +233,7 @@ def test_a_write_is_under_way_until_its_memory_is_back() -> None:
     bench = Bench(0, store=store, transit_nbytes=NBYTES, n_spilled=2)
     first, second = _group(0), _group(1)
     _give(first, 1.0)
-    bench.sink.harvest(first)
+    bench.sink.harvest(first, is_final=True)
     bench.sink.settle(first)
     worker = threading.Thread(target=store.tickets[0].set_done)
     worker.start()
@@ -247,7 +247,7 @@ def test_a_write_is_under_way_until_its_memory_is_back() -> None:
 
     bench.on_look = look
     _give(second, 2.0)
-    assert bench.sink.harvest(second)
+    assert bench.sink.harvest(second, is_final=True)
     worker.join()
     bench.sink.check_writes()
     bench.sink.close()
@@ -282,12 +282,12 @@ def test_copy_that_failed_before_anybody_looked(bench: Bench, monkeypatch: pytes
     group = _group(0)
     bench.sink.expect(group)
     _give(group, 1.0)
-    bench.sink.harvest(group)
+    bench.sink.harvest(group, is_final=True)
     copies[0].ticket.set_exception(RuntimeError("the link is down"))
     copies[1].ticket.set_done()
     _give(group, 1.0)
     with pytest.raises(RuntimeError, match="the link is down"):
-        bench.sink.harvest(group)
+        bench.sink.harvest(group, is_final=True)
     for copy in copies:
         copy.ticket.set_done()
     bench.sink.discard()
@@ -305,7 +305,7 @@ def test_copy_that_cannot_start(bench: Bench, monkeypatch: pytest.MonkeyPatch) -
 
         patched.setattr(bench.device, "download", download)
         with pytest.raises(RuntimeError, match="no"):
-            bench.sink.harvest(group)
+            bench.sink.harvest(group, is_final=True)
     bench.sink.discard()
     assert bench.held.used_nbytes == bench.device.budget.used_nbytes == 0
 
@@ -318,7 +318,7 @@ def test_device_memory_for_the_next_gradient(bench: Bench, monkeypatch: pytest.M
     rest = bench.device.allocate(rest_nbytes, "the rest")
     bench.sink.expect(first)
     _give(first, 1.0)
-    bench.sink.harvest(first)
+    bench.sink.harvest(first, is_final=True)
     bench.ahead = bench.device.allocate(first.flat_nbytes, "uploaded ahead")
     landing = threading.Timer(0.05, lambda: [copy.ticket.set_done() for copy in copies])
     landing.start()

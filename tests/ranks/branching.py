@@ -45,23 +45,27 @@ def loss_on(model: nn.Module, rank: int, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(ids, route_of(rank, step)).flatten(0, 1), ids.flatten())
 
 
-def train_experts_plain() -> dict[str, Tensor]:
+def train_experts_plain(*, clips: bool) -> dict[str, Tensor]:
     model = build(Experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     for step in range(STEPS):
         (sum(loss_on(model, rank, step) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def train_experts(folder: Path) -> tuple[dict[str, Tensor], int]:
+def train_experts(folder: Path, schedule: str) -> tuple[dict[str, Tensor], int]:
     """Every rank takes its own route; the first one evaluates, and looks at parameters, on its own."""
     rank, _ = rank_and_size()
     model = build(Experts)
-    with infinity.offload(model, make_config(folder / "swap", {"host": {"budget": "400KiB"}})) as engine:
-        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=1.0)
+    budget = "900KiB" if schedule == "overlapped" else "400KiB"  # what other ranks do not update yet waits in memory
+    settings = {"host": {"budget": budget}, "schedule": schedule}
+    with infinity.offload(model, make_config(folder / "swap", settings)) as engine:
+        clip = None if schedule == "overlapped" else 1.0
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=clip)
         for step in range(STEPS):
             loss_on(model, rank, step).backward()  # type: ignore[no-untyped-call]
             if rank == 0:
@@ -119,11 +123,12 @@ def _said(action: Callable[[], object]) -> str:
 def make_mistakes(folder: Path) -> dict[str, str]:
     """What a rank is told that does something else than the others, or asks for what ranks cannot do."""
     rank, _ = rank_and_size()
+    late = {"schedule": "overlapped", "stage": 2}
     said = {
         "another model": _said(
             lambda: infinity.offload(Net(blocks=2, hidden=53 + rank), make_config(folder / "a", {}))
         ),
-        "overlapped": _said(lambda: infinity.offload(Net(), make_config(folder / "a", {"schedule": "overlapped"}))),
+        "overlapped": _said(lambda: infinity.offload(Net(), make_config(folder / "a", late))),
     }
     model = build(Net)
     with infinity.offload(model, make_config(folder / "b", {})) as engine:

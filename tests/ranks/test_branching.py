@@ -22,12 +22,13 @@ from tests.ranks.branching import (
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]  # every process imports torch
+pytestmark = pytest.mark.timeout(200)  # every process imports torch
 
 
-def test_ranks_take_different_branches(tmp_path: Path) -> None:
-    plain = train_experts_plain()
-    (ours, served), (others, served_by_other) = values(run_ranks(train_experts, 2, tmp_path))
+@pytest.mark.parametrize("schedule", ["synchronous", pytest.param("overlapped", marks=pytest.mark.slow)])
+def test_ranks_take_different_branches(tmp_path: Path, schedule: str) -> None:
+    plain = train_experts_plain(clips=schedule != "overlapped")
+    (ours, served), (others, served_by_other) = values(run_ranks(train_experts, 2, tmp_path, schedule))
     assert_same_bits(ours, others)
     for name, value in plain.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-6, msg=name)
@@ -39,6 +40,7 @@ def test_ranks_take_different_branches(tmp_path: Path) -> None:
         assert torch.equal(ours[name], plain[name])
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     plain = train_without_the_second_step()
     results = values(run_ranks(train_scaled, 2, tmp_path))
@@ -49,6 +51,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
             torch.testing.assert_close(parameters[name], value, rtol=1e-4, atol=2e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_what_ranks_must_do_together_is_checked(tmp_path: Path) -> None:
     for said in values(run_ranks(make_mistakes, 2, tmp_path)):
         assert "RankError: the ranks hold different models" in said["another model"]
@@ -68,8 +71,8 @@ def test_what_ranks_must_do_together_is_checked(tmp_path: Path) -> None:
     ("where", "told"),
     [
         ("forward", "rank 1 failed with ValueError: a module of rank 1 exploded"),
-        ("outside", "rank 1 failed with ValueError: the data loader is empty"),
-        ("killed", "a rank has died without a word"),
+        pytest.param("outside", "rank 1 failed with ValueError: the data loader is empty", marks=pytest.mark.slow),
+        pytest.param("killed", "a rank has died without a word", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_rank_takes_the_others_down_with_its_error(tmp_path: Path, where: str, told: str) -> None:

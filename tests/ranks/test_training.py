@@ -20,7 +20,7 @@ from tests.ranks.jobs import (
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import Case, Outcome, assert_as_whole, assert_same_bits, train_whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]  # every process imports torch
+pytestmark = pytest.mark.timeout(200)  # every process imports torch
 _TIGHT = {"host": {"budget": "400KiB"}, "device": {"kind": "cpu", "budget": "1MiB"}}
 
 
@@ -33,6 +33,19 @@ def assert_traffic_is_the_closed_form(outcome: Outcome) -> None:
     assert counted == list(outcome.expected)
 
 
+def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
+    """One case of each kind; the others are slow."""
+    overlapped = Case(settings=_TIGHT | {"schedule": "overlapped"})
+    cases = [Case(max_norm=1.0, clip_in_optimizer=True, settings=_TIGHT), overlapped]
+    found = shares_by_case(values(run_ranks(train_cases, 2, tmp_path, cases)))
+    for case, shares in zip(cases, found, strict=True):
+        assert_as_whole(train_whole(case), shares)
+        for share in shares:
+            assert_traffic_is_the_closed_form(share)
+    assert all(share.metrics["updated_early"] > 0 for share in found[1])
+
+
+@pytest.mark.slow
 def test_the_stages_give_the_same_bits_and_hold_their_share(tmp_path: Path) -> None:
     """Parameters, gradients and state held by a rank: all, all, half; all, half, half; half, half, half."""
     settings = [{"stage": stage} | tier for tier in ({}, _TIGHT) for stage in (1, 2, 3)]
@@ -56,6 +69,7 @@ def test_the_stages_give_the_same_bits_and_hold_their_share(tmp_path: Path) -> N
                 assert share.metrics["host/peak_bytes"] >= pinned + gradients
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
     cases = {
         "roomy": Case(max_norm=1.0, accumulate=2),
@@ -78,7 +92,8 @@ def test_two_ranks_train_as_one_process(tmp_path: Path) -> None:
     assert all(step["nvme_read_bytes/grad"] for step in found["nvme"][0].per_step)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_four_ranks_sharded_hybrid_and_in_groups(tmp_path: Path, stage: int) -> None:
     case = Case(max_norm=1.0, settings={"stage": stage})
     whole = train_whole(case)
@@ -89,10 +104,11 @@ def test_four_ranks_sharded_hybrid_and_in_groups(tmp_path: Path, stage: int) -> 
         assert_as_whole(whole, pair)
         assert_same_bits(pair[0].parameters, half[0].parameters)
     held = [shares[0].metrics["pinned"] / shares[0].metrics["numel"] for shares in (everywhere, hybrid, half)]
-    parameters = {2: (4, 4, 4), 3: (1, 2, 2)}[stage]  # bytes per parameter: whole, or a part
+    parameters = {1: (4, 4, 4), 2: (4, 4, 4), 3: (1, 2, 2)}[stage]  # bytes per parameter: whole, or a part
     assert held == [own + 8 / shards for own, shards in zip(parameters, (4, 2, 2), strict=True)]
 
 
+@pytest.mark.slow
 def test_pipeline_stages_of_offloaded_models(tmp_path: Path) -> None:
     parts = [pipeline_part(0), pipeline_part(1)]
     model = nn.Sequential(*parts)

@@ -66,6 +66,7 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         clip = case.max_norm if case.clip_in_optimizer else None
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=clip)
         outcome = Outcome([], [], {})
+        updated_early = 0
         for step in range(STEPS):
             for ids in _micro_batches(case, step):
                 loss = loss_of(model, ids.chunk(size)[rank])
@@ -74,6 +75,7 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
                 outcome.losses.append(loss.item())
             if case.max_norm is not None and not case.clip_in_optimizer:
                 outcome.norms.append(infinity.clip_grad_norm_(list(model.parameters()), case.max_norm).item())
+            updated_early += engine._updates.has_begun
             optimizer.step()
             if case.clip_in_optimizer and optimizer.last_grad_norm is not None:
                 outcome.norms.append(optimizer.last_grad_norm.item())
@@ -82,6 +84,7 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         forms = [engine.plan.expected_traffic(step, case.accumulate) for step in range(STEPS)]
         outcome.expected = [(form.read_nbytes, form.write_nbytes) for form in forms]
         outcome.metrics = engine.metrics()
+        outcome.metrics["updated_early"] = updated_early
         outcome.metrics["numel"] = sum(group.layout.numel for group in engine._runtime.groups)
         outcome.metrics["pinned"] = engine.plan.placement.state_pinned_nbytes
         outcome.parameters = gathered_parameters(model)
