@@ -5,6 +5,7 @@ No schedule can be faster than the slowest resource. Formulas: PLANNING section 
 
 from __future__ import annotations
 
+from infinity.config import Schedule
 from infinity.gradients import gradient_nbytes
 from infinity.order import Phase
 from infinity.plan.scenario import UPDATE_NBYTES, Scenario
@@ -59,6 +60,25 @@ def lower_bounds(scenario: Scenario) -> dict[str, float]:
         reduced = sum(g.flat_nbytes for g in scenario.groups if g.trainable)
         bounds["reduce-scatter"] = m * reduced / speeds.reduce_bytes_per_s
     return bounds
+
+
+def element_s(scenario: Scenario) -> float:
+    """Seconds of the optimizer for one element: its kernel's, or those of the host memory that the update shares.
+
+    An update takes its own bytes from host memory, and what drives and links move for it in the meantime: its state,
+    the new parameter, and one gradient and its parameter on the way to the device and back (PLANNING section 2.2). The
+    sum does not depend on how fast these are, so a faster drive never makes the optimizer slower.
+    """
+    speeds = scenario.speeds
+    trained = [group for group in scenario.groups if group.trainable]
+    elements = sum(group.layout.payload_numel for group in trained)
+    if speeds.dram_bytes_per_s is None or not elements:
+        return speeds.kernel_s
+    traffic = scenario_traffic(scenario)
+    moved = traffic.state.read_nbytes + traffic.write_nbytes
+    if speeds.is_async and scenario.placement.schedule is not Schedule.SYNCHRONOUS:
+        moved += sum(2 * group.shard_nbytes + gradient_nbytes(group) for group in trained)
+    return max(speeds.kernel_s, (UPDATE_NBYTES + moved / elements) / speeds.dram_bytes_per_s)
 
 
 def nvme_s(scenario: Scenario, read_nbytes: int, write_nbytes: int) -> float:

@@ -101,11 +101,6 @@ class DriveServer:
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def bytes_per_s(self) -> float:
-        """What moves now, both ways."""
-        return sum(self._rates.values())
-
     def submit(self, op: Op, nbytes: float, priority: int, on_end: Callable[[], None]) -> None:
         """Queue a piece; `on_end` is called when it has been moved."""
         self._advance()
@@ -193,11 +188,6 @@ class SimulatedDrives(SimulatedIo):
         self._started_s: dict[Operation, float] = {}
         self.log: list[Moved] = []
         self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What moves now, on all drives and both ways."""
-        return sum(server.bytes_per_s for server in self.servers)
 
     def nbytes(self, op: Op, step: int) -> int:
         """Bytes of one step in one direction."""

@@ -16,8 +16,9 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
 from infinity.placement import Placement
+from infinity.plan.bounds import element_s
 from infinity.plan.drives import SimulatedDrives
-from infinity.plan.scenario import UPDATE_NBYTES, Scenario
+from infinity.plan.scenario import Scenario
 from infinity.plan.timeline import Span
 from infinity.plan.virtual import Link, PlanLoop, SparseMemory, VirtualFence, VirtualWorker
 from infinity.readahead import ReadAhead
@@ -28,19 +29,19 @@ from storage.types import Op, Ticket
 
 _UNLIMITED_NBYTES = 1 << 62
 _PATIENCE_S = 1e12  # nothing gets stuck here; a slow link is allowed to be slow
-_LEAST_DRAM_SHARE = 0.2  # what the optimizer gets beside drives and links at the very least
 
 
 class _Kernel:
     """Implements `infinity.optim.hyper.Kernel`: takes its time and touches nothing."""
 
-    def __init__(self, parts: Machinery, scenario: Scenario) -> None:
+    def __init__(self, loop: PlanLoop, scenario: Scenario) -> None:
         self.param_dtype = next((g.shard_dtype for g in scenario.groups if g.trainable), torch.float32)
         self.fields = scenario.fields
         self.moments = ()
         self.completes_master = self.param_dtype is not torch.float32
-        self._parts = parts
+        self._loop = loop
         self._speeds = scenario.speeds
+        self._element_s = element_s(scenario)
 
     def warm_up(self) -> None:
         """Nothing to compile."""
@@ -67,12 +68,7 @@ class _Kernel:
         grad_scale: torch.Tensor | None,
     ) -> None:
         numel = sum(piece.stop - piece.start for piece in pieces)
-        each_s = self._speeds.kernel_s
-        if self._speeds.dram_bytes_per_s is not None:
-            dram = self._speeds.dram_bytes_per_s
-            left = max(dram - self._parts.moving_bytes_per_s, _LEAST_DRAM_SHARE * dram)
-            each_s = max(each_s, UPDATE_NBYTES / left)
-        self._parts.loop.charge(self._speeds.chunk_s + numel * each_s)
+        self._loop.charge(self._speeds.chunk_s + numel * self._element_s)
 
 
 class Machinery:
@@ -122,7 +118,7 @@ class Machinery:
             store=self.store,
             pool=self.pool,
             budget=self._pipeline_budget,
-            kernel=_Kernel(self, scenario),
+            kernel=_Kernel(self.loop, scenario),
             worker=self.worker,
             read_ahead=self.read_ahead,
             on_failure=self._failures.append,
@@ -174,11 +170,6 @@ class Machinery:
 
     def gradient_copy_s(self, group: FlatGroup) -> float:
         return group.layout.numel * GRAD_DTYPE.itemsize / self._scenario.speeds.d2h_bytes_per_s
-
-    @property
-    def moving_bytes_per_s(self) -> float:
-        """What drives and links take of the host memory's bandwidth now."""
-        return self.store.bytes_per_s + self.h2d.rate + self.d2h.rate
 
     # Looking ---------------------------------------------------------------------------------------------------
 

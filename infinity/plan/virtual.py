@@ -135,11 +135,6 @@ class Link:
         self.spans.append((label, start_s, self._free_s))
         return VirtualFence(self._loop, self._free_s)
 
-    @property
-    def rate(self) -> float:
-        """Bytes per second now."""
-        return self._bytes_per_s if self._free_s > self._loop.time() else 0.0
-
 
 class SparseMemory:
     """Addresses without memory behind them. All blocks share one range, which nothing may read or write."""

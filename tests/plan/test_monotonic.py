@@ -1,0 +1,124 @@
+"""More memory or bandwidth never makes a planned step slower by more than 2 %.
+
+Models are as large as planned ones are, so that a unit has many optimizer chunks. Drives write at most twice as fast
+as they read: the placement saves bytes, whichever way they go, which a drive that hardly reads would not thank it for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from infinity.config import Schedule
+from infinity.errors import PlacementError
+from infinity.models.gpt import GptShape
+from infinity.plan.drives import DriveModel
+from infinity.plan.hardware import Drive, Hardware, gpu_named
+from infinity.plan.model import ModelPlan, model_plan
+from infinity.plan.planner import PlanRequest, Workload, make_plan
+from infinity.sizes import GIB, MIB
+
+TOLERANCE = 1.02
+FEW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@cache
+def model(layers: int, hidden: int) -> ModelPlan:
+    shape = GptShape(layers, hidden, hidden // 64, 128)
+    return model_plan(shape, seq=128, batch=1, activation_itemsize=2, resident_threshold_nbytes=MIB)
+
+
+def _drives(hardware: Hardware, factor: float, *, reads: bool = True, writes: bool = True) -> Hardware:
+    def faster(drive: Drive) -> Drive:
+        rates = drive.model
+        return replace(
+            drive,
+            model=replace(
+                rates,
+                read_bytes_per_s=rates.read_bytes_per_s * (factor if reads else 1.0),
+                write_bytes_per_s=rates.write_bytes_per_s * (factor if writes else 1.0),
+            ),
+        )
+
+    return replace(hardware, drives=tuple(faster(drive) for drive in hardware.drives))
+
+
+def _workload(request: PlanRequest, **changes: int) -> PlanRequest:
+    return replace(request, workload=replace(request.workload, **changes))
+
+
+def _hardware(change: Callable[[Hardware, float], Hardware]) -> Callable[[PlanRequest, float], PlanRequest]:
+    return lambda request, factor: replace(request, hardware=change(request.hardware, factor))
+
+
+MORE: dict[str, Callable[[PlanRequest, float], PlanRequest]] = {
+    "host memory": lambda r, f: _workload(r, host_budget_nbytes=int((r.workload.host_budget_nbytes or 0) * f)),
+    "device memory": lambda r, f: _workload(r, device_budget_nbytes=int((r.workload.device_budget_nbytes or 0) * f)),
+    "drives": _hardware(_drives),
+    "reads": _hardware(lambda h, f: _drives(h, min(f, 2.0), writes=False)),
+    "writes": _hardware(lambda h, f: _drives(h, min(f, 2.0), reads=False)),
+    "one more drive": _hardware(lambda h, f: replace(h, drives=(*h.drives, h.drives[0]))),
+    "link": _hardware(lambda h, f: replace(h, link_bytes_per_s=h.link_bytes_per_s * f)),
+    "memory bandwidth": _hardware(lambda h, f: replace(h, dram_bytes_per_s=h.dram_bytes_per_s * f)),
+    "optimizer": _hardware(lambda h, f: replace(h, optimizer_s=h.optimizer_s / f)),
+    "computing": _hardware(lambda h, f: replace(h, efficiency=h.efficiency * f)),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> PlanRequest:
+    of = model(draw(st.integers(2, 8)), draw(st.sampled_from([1024, 2048])))
+    read = draw(st.sampled_from([1.0, 3.0, 7.0])) * 1e9
+    drive = DriveModel(
+        read,
+        read * draw(st.sampled_from([0.25, 0.5, 1.0, 2.0])),
+        latency_s=draw(st.sampled_from([0.0, 1e-4])),
+        duplex=draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
+    hardware = Hardware(
+        gpu=gpu_named("rtx4090"),
+        drives=(Drive("drive", drive),) * draw(st.integers(1, 3)),
+        host_memory_nbytes=64 * GIB,
+        efficiency=draw(st.sampled_from([0.003, 0.03, 0.3])),
+        link_bytes_per_s=draw(st.sampled_from([5e9, 25e9])),
+        dram_bytes_per_s=draw(st.sampled_from([20e9, 40e9, 200e9])),
+        optimizer_s=draw(st.sampled_from([2e-10, 2e-9])),
+        has_gpu=draw(st.booleans()),
+    )
+    schedule = draw(st.sampled_from([Schedule.SYNCHRONOUS, Schedule.DEFERRED, Schedule.OVERLAPPED, Schedule.AUTO]))
+    workload = Workload(
+        batch=4,
+        accumulate=1 if schedule is Schedule.OVERLAPPED else draw(st.integers(1, 2)),
+        schedule=schedule,
+        host_budget_nbytes=int(of.parameters * draw(st.floats(2.0, 14.0))),
+        device_budget_nbytes=int(of.parameters * draw(st.floats(0.5, 3.0))),
+    )
+    return PlanRequest(of, hardware, workload)
+
+
+def check(request: PlanRequest, what: str, factor: float) -> None:
+    try:
+        before_s = make_plan(request).step_s
+    except PlacementError:
+        assume(False)
+    after_s = make_plan(MORE[what](request, factor)).step_s
+    assert after_s <= before_s * TOLERANCE, f"{factor} x {what}: {before_s:.4f} s became {after_s:.4f} s"
+
+
+@FEW
+@given(request=requests(), what=st.sampled_from(sorted(MORE)), factor=st.sampled_from([1.05, 1.3, 2.0, 4.0]))
+def test_more_of_anything_is_not_slower(request: PlanRequest, what: str, factor: float) -> None:
+    check(request, what, factor)
+
+
+@pytest.mark.slow
+@MANY
+@given(request=requests(), what=st.sampled_from(sorted(MORE)), factor=st.sampled_from([1.05, 1.3, 2.0, 4.0]))
+def test_more_of_anything_is_not_slower_in_many_cases(request: PlanRequest, what: str, factor: float) -> None:
+    check(request, what, factor)
