@@ -33,7 +33,7 @@ from infinity.models.gpt import Gpt, init_weights
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
-from infinity.plan.wear_guard import WearGuard
+from infinity.plan.wear_guard import WearGuard, WearReport
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class OffloadedRun:
     records: list[StepRecord] = field(default_factory=list)
     measured: Measured | None = None
     prediction: Prediction | None = None
+    wear: list[WearReport] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)
 
 
@@ -87,7 +88,7 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
             checkpoints.save(engine, options.save, optimizer, settings, run.first_step + len(run.records))
             display.say(f"saved to {options.save}")
         run.measured = Measured.of(engine)
-        guard.flush()
+        run.wear = guard.report()
         if options.trace is not None:
             engine.trace.write_chrome(options.trace)
         if options.baseline:
@@ -144,8 +145,9 @@ def _steps(
         if verdict.must_stop:
             display.say(f"stopping after step {step}: nvme.wear_action is 'stop'")
             return
-        if verdict.pause_s:
+        if verdict.pause_s and step + 1 < last_step:
             time.sleep(verdict.pause_s)
+            observer.paused(verdict.pause_s)
 
 
 def _counters(engine: Engine) -> Counters:

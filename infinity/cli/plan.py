@@ -13,7 +13,7 @@ def plan(options: PlanOptions) -> None:
 
     \b
     infinity plan --preset 7b --gpu rtx4090 --host-memory 64GiB --drive 2x7.0:3.4:4TB:2400TBW
-    infinity plan --model path/to/config.json --seq 4096 --gpu h100 --gpus 8 --host-memory 1TiB --drive 8xp5510
+    infinity plan --model path/to/config.json --seq 4096 --gpu h100 --gpus 8 --host-memory 1TiB --drive 8x6.5:3.4
     infinity plan --preset 7b --sweep host-memory=64GiB..512GiB --html sweep.html
     infinity plan --layers 48 --hidden 1600 --gpus 8 --nodes 8 --stages
     """

@@ -15,6 +15,7 @@ from infinity.observe.metrics import Traffic
 from infinity.plan.observed import Prediction
 from infinity.plan.summary import Plan
 from infinity.plan.traffic import StepTraffic
+from infinity.plan.wear_guard import WearReport
 from storage.space import DriveReport
 
 _KINDS = ("param", "state", "grad")
@@ -46,6 +47,7 @@ def make_report(
     interpreter_nbytes: int,
     source: str,
     prediction: Prediction | None,
+    wear: Sequence[WearReport],
 ) -> dict[str, Any]:
     """The report of an offloaded run, without a baseline (`baseline` is null)."""
     training, plan, counters = settings.training, measured.plan, measured.counters
@@ -87,6 +89,7 @@ def make_report(
         "io_engine": measured.io_engine,
         "drives": [_drive_json(drive) for drive in measured.drives],
         "prediction": {"step_seconds": None} if prediction is None else prediction.to_json(),
+        "wear": [asdict(one) | {"text": one.describe()} for one in wear],
         "baseline": None,
     }
 

@@ -101,6 +101,7 @@ def _summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["prediction"]["step_seconds"] is not None:
         rows.append(("prediction", _prediction(report["prediction"])))
     rows += _traffic_rows(report)
+    rows += [("wear", wear["text"]) for wear in report["wear"]]
     rows.append(("stalls", _stalls(report)))
     ahead = report["readahead"]["ahead_share_after_first_step"]
     if ahead is not None:

@@ -49,6 +49,7 @@ def train(options: TrainOptions) -> None:
         interpreter_nbytes=interpreter_nbytes,
         source=text.source,
         prediction=run.prediction,
+        wear=run.wear,
     )
     console = make_console()
     if options.baseline:

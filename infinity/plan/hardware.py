@@ -47,14 +47,14 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         Gpu("rtx3090", 24 * GIB, 71e12, _PCIE4, None, "NVIDIA Ampere GA102 whitepaper, table 9"),
         Gpu("rtx4090", 24 * GIB, 165.2e12, _PCIE4, None, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
-        Gpu("rtx5090", 32 * GIB, 209.5e12, _PCIE5, None, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
-        Gpu("a6000", 48 * GIB, 154.8e12, _PCIE4, None, "NVIDIA RTX A6000 datasheet, half of the sparse figure"),
-        Gpu("l40s", 48 * GIB, 362e12, _PCIE4, None, "NVIDIA L40S datasheet, without sparsity"),
+        Gpu("rtx5090", 32 * GIB, 209.5e12, _PCIE5, None, "NVIDIA: 838 with sparsity and fp16 accumulation, a quarter"),
+        Gpu("a6000", 48 * GIB, 154.8e12, _PCIE4, None, "10752 cores x 1.8 GHz x 8 dense operations (GA102)"),
+        Gpu("l40s", 48 * GIB, 366e12, _PCIE4, None, "NVIDIA L40S datasheet, half of the sparse 733"),
         Gpu("a100-40g", 40 * GIB, 312e12, _PCIE4, 300 * GB, "NVIDIA A100 datasheet"),
         Gpu("a100-80g", 80 * GIB, 312e12, _PCIE4, 300 * GB, "NVIDIA A100 datasheet"),
         Gpu("h100", 80 * GIB, 989.4e12, _PCIE5, 450 * GB, "NVIDIA H100 SXM datasheet, without sparsity"),
         Gpu("h200", 141 * 10**9, 989.4e12, _PCIE5, 450 * GB, "NVIDIA H200 SXM datasheet, without sparsity"),
-        Gpu("b200", 180 * 10**9, 2250e12, _PCIE5, 900 * GB, "NVIDIA DGX B200 datasheet, without sparsity"),
+        Gpu("b200", 192 * 10**9, 2250e12, _PCIE5, 900 * GB, "NVIDIA HGX B200 at 1000 W, without sparsity"),
     )
 }
 
@@ -77,13 +77,6 @@ DRIVES: dict[str, Drive] = {
     drive.name: drive
     for drive in (
         Drive(
-            "p5510",
-            DriveModel(6.5 * GB, 3.4 * GB),
-            int(3.84 * TB),
-            int(7000 * TB),
-            "Solidigm D7-P5510 3.84 TB product brief: sequential rates, 1 drive write a day for 5 years",
-        ),
-        Drive(
             "990pro-4tb",
             DriveModel(7.45 * GB, 6.9 * GB),
             int(4 * TB),
@@ -91,11 +84,11 @@ DRIVES: dict[str, Drive] = {
             "Samsung 990 PRO 4 TB datasheet: sequential rates (write: into its cache), 2400 TBW",
         ),
         Drive(
-            "mp700elite-2tb",
-            DriveModel(10.0 * GB, 1.4 * GB, slc_nbytes=407 * GB, slc_write_bytes_per_s=6.0 * GB),
+            "mp600elite-2tb",
+            DriveModel(7.0 * GB, 1.5 * GB, slc_nbytes=48 * GB, slc_write_bytes_per_s=4.7 * GB),
             int(2 * TB),
-            int(1200 * TB),
-            "Corsair MP700 ELITE 2 TB datasheet; 6 GB/s for 407 GB, then 1.4 as TechPowerUp measured",
+            source="Corsair MP600 ELITE: sequential reads of its series; TechPowerUp's review of 2 TB: 4.7 GB/s for "
+            "48 GB, then 1.5; its endurance is not in the table",
         ),
     )
 }

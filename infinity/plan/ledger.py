@@ -1,17 +1,13 @@
 """What all runs together have written to each drive, day by day, in one small database of the user.
 
 A drive is known by its serial number or file system, so the ledger outlives folders and boots. SMART, where it can be
-read, tells what everybody has written to the drive, other programs and the drive's own housekeeping included.
+read, tells what everybody has written to the drive (see `infinity.plan.drive_counters`).
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import shutil
 import sqlite3
-import subprocess
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -19,10 +15,7 @@ from pathlib import Path
 
 from infinity.errors import InfinityError
 
-_log = logging.getLogger(__name__)
 _BUSY_TIMEOUT_S = 10.0
-_SMART_TIMEOUT_S = 10.0
-_DATA_UNIT_NBYTES = 512_000  # NVMe base specification, SMART / health log: thousands of 512-byte units
 _TABLE = """
 CREATE TABLE IF NOT EXISTS written (
     device TEXT NOT NULL, day TEXT NOT NULL, nbytes INTEGER NOT NULL, PRIMARY KEY (device, day)
@@ -96,35 +89,3 @@ class WearLedger:
                 f"the wear ledger {self.path} cannot be used: {error}. Free space or fix its permissions; a damaged "
                 "file can be moved away, what it counted is lost then"
             ) from error
-
-
-def smart_written_nbytes(device: Path) -> int | None:
-    """Bytes that the host has written to an NVMe drive in its life, by SMART; None where that cannot be read.
-
-    Args:
-        device: such as `/dev/nvme0n1`. Reading it mostly needs root, and smartctl.
-    """
-    command = shutil.which("smartctl")
-    if command is None:
-        return None
-    try:
-        done = subprocess.run(
-            [command, "--json", "--all", str(device)],
-            capture_output=True,
-            text=True,
-            timeout=_SMART_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        _log.info("SMART of %s cannot be read: %s", device, error)
-        return None
-    return parse_smart(done.stdout)
-
-
-def parse_smart(text: str) -> int | None:
-    """Bytes written, from the JSON that smartctl prints; None when it does not tell."""
-    try:
-        report = json.loads(text)
-        return int(report["nvme_smart_health_information_log"]["data_units_written"]) * _DATA_UNIT_NBYTES
-    except (ValueError, KeyError, TypeError):
-        return None

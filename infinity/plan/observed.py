@@ -32,11 +32,13 @@ class Moment:
     Attributes:
         stalled_s: what the training thread has waited so far.
         drives: per drive and direction (read, then write): bytes moved, and time in which something was in flight.
+        paused_s: what lay between steps on purpose so far.
     """
 
     at_s: float
     stalled_s: float
     drives: tuple[tuple[tuple[int, float], tuple[int, float]], ...]
+    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +99,22 @@ class RunObserver:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._paused_s = 0.0
         self.moments = [self._look()]
 
     def step_ended(self) -> None:
         """Call it at the end of every step."""
         self.moments.append(self._look())
 
+    def paused(self, seconds: float) -> None:
+        """So long nothing was trained on purpose; no step is charged for it."""
+        self._paused_s += seconds
+
     def _look(self) -> Moment:
         store = self._runtime.store
         reports = store.drive_report() if store is not None else []
         drives = tuple(((r.read.nbytes, r.read.busy_s), (r.write.nbytes, r.write.busy_s)) for r in reports)
-        return Moment(time.perf_counter(), self._runtime.stalls.total_s, drives)
+        return Moment(time.perf_counter(), self._runtime.stalls.total_s, drives, self._paused_s)
 
     def predict(self, *, micro_batches: int, recompute: bool) -> Prediction | None:
         """Calibrate on the first steps and predict the others; None when not even two steps have run.
@@ -120,7 +127,7 @@ class RunObserver:
         n_fitted = max(min(_MOST_CALIBRATION_STEPS, (len(moments) - 1) // 2), 1)
         calibration = self.calibrate(moments[: n_fitted + 1])
         rest = moments[n_fitted:] if len(moments) > n_fitted + 1 else moments
-        measured_s = (rest[-1].at_s - rest[0].at_s) / (len(rest) - 1)
+        measured_s = _step_s(rest[0], rest[-1], len(rest) - 1)
         scenario = scenario_of(self._runtime, calibration, micro_batches=micro_batches, recompute=recompute)
         step_s = simulate(scenario).step_s
         fitted_s = calibration.measured_s
@@ -129,7 +136,7 @@ class RunObserver:
     def calibrate(self, moments: Sequence[Moment]) -> Calibration:
         """Fit to the steps between the first and the last of these moments."""
         first, last, steps = moments[0], moments[-1], len(moments) - 1
-        step_s = (last.at_s - first.at_s) / steps
+        step_s = _step_s(first, last, steps)
         thread_s = step_s - (last.stalled_s - first.stalled_s) / steps
         return Calibration(thread_s, self._kernel_s(first.at_s, last.at_s), _drives(first, last), steps, step_s)
 
@@ -141,6 +148,10 @@ class RunObserver:
                 seconds += event.duration_s
                 elements += numels.get(event.name, 0)
         return seconds / elements if elements else 0.0
+
+
+def _step_s(first: Moment, last: Moment, steps: int) -> float:
+    return (last.at_s - first.at_s - (last.paused_s - first.paused_s)) / steps
 
 
 def _drives(first: Moment, last: Moment) -> tuple[DriveModel, ...]:

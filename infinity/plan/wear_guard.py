@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import WearAction, WearBudget
+from infinity.plan.drive_counters import DriveCount, count_written
 from infinity.plan.ledger import LedgerError, WearLedger, today
 from infinity.sizes import format_nbytes
 from storage.devices import identify_device
@@ -17,6 +18,7 @@ from storage.store import ShardStore
 _log = logging.getLogger(__name__)
 _SECONDS_OF_A_DAY = 86_400.0
 _FLUSH_S = 30.0  # a crash loses at most what was written meanwhile
+_COUNTER_UNIT_NBYTES = 512_000  # of SMART's counter, the coarser one
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,38 @@ class Verdict:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class WearReport:
+    """What one device took in during a run.
+
+    Attributes:
+        written_nbytes: by this run, as its store counted.
+        drive_nbytes: by everybody meanwhile, as the drive counted; None where it cannot be read.
+        source: of `drive_nbytes`, or why there is none.
+        ledger_nbytes: by all runs so far; None where the ledger cannot be used.
+    """
+
+    device: str
+    written_nbytes: int
+    drive_nbytes: int | None
+    source: str
+    ledger_nbytes: int | None
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the drive counted at least what the run wrote, up to its counter's unit."""
+        return self.drive_nbytes is None or self.drive_nbytes >= self.written_nbytes - _COUNTER_UNIT_NBYTES
+
+    def describe(self) -> str:
+        """One line."""
+        own = f"{format_nbytes(self.written_nbytes)} written by the steps"
+        total = "" if self.ledger_nbytes is None else f"; {format_nbytes(self.ledger_nbytes)} by all runs so far"
+        if self.drive_nbytes is None:
+            return f"{self.device}: {own}{total}; not checked against the drive: {self.source}"
+        verdict = "" if self.is_plausible else ", which is LESS: the drive counts otherwise, or its counter is wrong"
+        return f"{self.device}: {own}, {format_nbytes(self.drive_nbytes)} by {self.source}{verdict}{total}"
+
+
 class WearGuard:
     """Watches one run. Used by the training thread.
 
@@ -35,6 +69,7 @@ class WearGuard:
         ledger: what was written before, by all runs.
         written: bytes that this run has written so far, by device.
         budget: of each drive; None: only count.
+        drives: what each device counts by itself, now.
         now_s, day: the time, in seconds from any moment, and the day in UTC.
     """
 
@@ -45,6 +80,7 @@ class WearGuard:
         budget: WearBudget | None,
         action: WearAction,
         *,
+        drives: Callable[[], Mapping[str, DriveCount]] = dict,
         now_s: Callable[[], float] = time.monotonic,
         day: Callable[[], str] = today,
     ) -> None:
@@ -54,6 +90,8 @@ class WearGuard:
         self._action = action
         self._now_s = now_s
         self._day = day
+        self._drives = drives
+        self._drives_before = drives()
         self._noted: dict[str, int] = {}  # nothing yet: what initialisation wrote is the first to be entered
         self._started = dict(written())
         self._started_s = self._flushed_s = now_s()
@@ -62,18 +100,43 @@ class WearGuard:
     @classmethod
     def of_store(cls, store: ShardStore | None, budget: WearBudget | None, action: WearAction) -> WearGuard:
         """The guard of an engine's swap files."""
-        devices: dict[str, str] = {}
+        reports = store.drive_report() if store is not None else []
+        devices = {report.directory: identify_device(Path(report.directory)) for report in reports}
 
         def written() -> dict[str, int]:
             found: dict[str, int] = {}
             for report in store.drive_report() if store is not None else ():
-                device = devices.get(report.directory)
-                if device is None:
-                    device = devices[report.directory] = identify_device(Path(report.directory))
+                device = devices[report.directory]
                 found[device] = found.get(device, 0) + report.write.nbytes
             return found
 
-        return cls(WearLedger(), written, budget, action)
+        def drives() -> dict[str, DriveCount]:
+            return {device: count_written(Path(directory)) for directory, device in devices.items()}
+
+        return cls(WearLedger(), written, budget, action, drives=drives)
+
+    def report(self) -> list[WearReport]:
+        """What each device took in since the guard was made, by the run's own count and by the drive's."""
+        self.flush()
+        after, reports = self._drives(), []
+        for device, nbytes in self._written().items():
+            before_count, count = self._drives_before.get(device), after.get(device)
+            drive_nbytes, source = None, "not looked at"
+            if before_count is not None and count is not None:
+                source = count.source
+                if before_count.nbytes is not None and count.nbytes is not None:
+                    drive_nbytes = count.nbytes - before_count.nbytes
+            own = nbytes - self._started.get(device, 0)
+            reports.append(WearReport(device, own, drive_nbytes, source, self._in_all(device)))
+        return reports
+
+    def _in_all(self, device: str) -> int | None:
+        try:
+            return None if self._ledger is None else self._ledger.written_nbytes(device)
+        except LedgerError as error:
+            _log.warning("%s", error)
+            self._ledger = None
+            return None
 
     def step_ended(self) -> Verdict:
         """Count, and judge. Pauses and stops are the caller's to make."""

@@ -101,7 +101,7 @@ def test_a_search_ranks_plans(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_of_64_nodes_and_ten_trillion_parameters_is_planned(tmp_path: Path) -> None:
-    cluster = ("--gpu", "h100", "--gpus", "8", "--nodes", "64", "--host-memory", "2TiB", "--drive", "8xp5510")
+    cluster = ("--gpu", "h100", "--gpus", "8", "--nodes", "64", "--host-memory", "2TiB", "--drive", "8x6.5:3.4")
     model = ("--layers", "780", "--hidden", "32768", "--heads", "256", "--seq", "256", "--batch", "1")
     report = plan_report(tmp_path, *model, *cluster, "--no-advice")
     assert report["model"]["parameters"] > 9.9e12

@@ -27,15 +27,15 @@ def test_a_drive_is_rates_capacity_and_endurance() -> None:
 
 
 def test_several_drives_and_names() -> None:
-    assert parse_drives(["4xp5510", "7:3"])[:4] == (DRIVES["p5510"],) * 4
-    assert len(parse_drives(["4xp5510", "7:3"])) == 5
+    assert parse_drives(["4x990pro-4tb", "7:3"])[:4] == (DRIVES["990pro-4tb"],) * 4
+    assert len(parse_drives(["4x990pro-4tb", "7:3"])) == 5
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("7.0", "allowed: READ:WRITE"),
-        ("p5511", "did you mean 'p5510'"),
+        ("990pro-2tb", "did you mean '990pro-4tb'"),
         ("a:b", "could not convert"),
         ("0:1", "must be positive"),
         ("1:1:4T", "unknown unit"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,14 @@ def test_drives_that_did_nothing_have_no_rate_to_bind() -> None:
     later = Moment(1.0, 0.0, (((0, 0.0), (0, 0.0)),))
     (drive,) = _drives(idle, later)
     assert min(drive.read_bytes_per_s, drive.write_bytes_per_s) >= 1e15
+
+
+def test_pauses_between_steps_are_nobody_s_time(tmp_path: Path) -> None:
+    engine, observer = train(tmp_path, 3)
+    with engine:
+        plain = observer.calibrate(observer.moments[1:])
+        last = observer.moments[-1]
+        observer.moments[-1] = replace(last, at_s=last.at_s + 100.0, paused_s=100.0)
+        paused = observer.calibrate(observer.moments[1:])
+        assert paused.measured_s == pytest.approx(plain.measured_s)
+        assert paused.thread_s == pytest.approx(plain.thread_s)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from infinity.models.gpt import GptShape
 from infinity.plan.drives import DriveModel
-from infinity.plan.hardware import DRIVES, Hardware, gpu_named
+from infinity.plan.hardware import Drive, Hardware, gpu_named
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, Workload, make_plan
 from infinity.sizes import GIB, MIB
@@ -30,15 +28,10 @@ def model() -> ModelPlan:
 
 def step_s(model: ModelPlan, batch: int, drives: int, efficiency: float, scale: float) -> float:
     """Predicted seconds; `scale` stretches the rates of the drives, so that bytes per parameter need not be ours."""
-    p5510 = DRIVES["p5510"]
-    rates = replace(
-        p5510.model,
-        read_bytes_per_s=p5510.model.read_bytes_per_s * scale,
-        write_bytes_per_s=p5510.model.write_bytes_per_s * scale,
-    )
+    rates = DriveModel(6.5e9 * scale, 3.4e9 * scale)
     hardware = Hardware(
         gpu=gpu_named("rtx4090"),
-        drives=(replace(p5510, model=rates, capacity_nbytes=0),) * drives,
+        drives=(Drive("P5510", rates),) * drives,
         host_memory_nbytes=64 * GIB,
         efficiency=efficiency,
         dram_bytes_per_s=300e9,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import pytest
 import infinity
 from infinity.config import NvmeConfig, WearAction, WearBudget
 from infinity.errors import ConfigError
+from infinity.plan.drive_counters import DriveCount, count_written, parse_smart
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import DRIVES, parse_drives
-from infinity.plan.ledger import LedgerError, WearLedger, default_ledger_path, parse_smart
+from infinity.plan.ledger import LedgerError, WearLedger, default_ledger_path
 from infinity.plan.wear import predict_wear, steps_to_rating
 from infinity.plan.wear_guard import Verdict, WearGuard
 from storage.devices import identify_device
@@ -47,13 +49,13 @@ def test_wear_is_divided_between_drives_and_counted_per_thousand_steps() -> None
 
 
 def test_a_step_larger_than_the_fast_cache_is_warned_of() -> None:
-    drive = DRIVES["mp700elite-2tb"]
-    assert "falls to 1.4 GB/s" in predict_wear([drive], 500 * 10**9, 1.0)[0].warning
-    assert predict_wear([drive], 100 * 10**9, 1.0)[0].warning == ""
+    drive = DRIVES["mp600elite-2tb"]
+    assert "falls to 1.5 GB/s" in predict_wear([drive], 500 * 10**9, 1.0)[0].warning
+    assert predict_wear([drive], 40 * 10**9, 1.0)[0].warning == ""
 
 
 def test_unknown_endurance_gives_no_numbers() -> None:
-    drive = replace(DRIVES["p5510"], endurance_nbytes=0, model=DriveModel(1e9, 1e9))
+    drive = replace(DRIVES["990pro-4tb"], endurance_nbytes=0, model=DriveModel(1e9, 1e9))
     row = predict_wear([drive], TB, 1.0)[0]
     assert (row.steps_to_rating, row.days_to_rating, row.share_per_1000_steps) == (None, None, None)
 
@@ -182,6 +184,55 @@ def test_a_ledger_that_cannot_be_used_does_not_end_a_run(tmp_path: Path, caplog:
     assert sum("wear ledger" in message for message in caplog.messages) == 1
 
 
+def test_what_the_drive_counts_is_put_beside_what_the_run_counts(tmp_path: Path) -> None:
+    drive = {"disk": DriveCount(10**9, "SMART")}
+    written = {"disk": 0}
+    ledger = WearLedger(tmp_path / "wear.sqlite3")
+    guard = WearGuard(ledger, lambda: dict(written), None, WearAction.WARN, drives=lambda: dict(drive))
+    written["disk"], drive["disk"] = 5 * 10**6, DriveCount(10**9 + 6 * 10**6, "SMART")
+    (report,) = guard.report()
+    assert (report.written_nbytes, report.drive_nbytes, report.ledger_nbytes) == (5 * 10**6, 6 * 10**6, 5 * 10**6)
+    assert report.is_plausible and "by SMART" in report.describe()
+    drive["disk"] = DriveCount(10**9 + 10**6, "SMART")
+    (report,) = guard.report()
+    assert not report.is_plausible and "which is LESS" in report.describe()
+    drive["disk"] = DriveCount(None, "no such counter")
+    (report,) = guard.report()
+    assert report.is_plausible and "not checked against the drive: no such counter" in report.describe()
+
+
+def test_the_kernel_counts_what_a_block_device_takes_in(tmp_path: Path) -> None:
+    number = tmp_path.stat().st_dev
+    disk = tmp_path / "devices" / "sda"
+    (disk / "queue").mkdir(parents=True)
+    (disk / "stat").write_text("1 2 3 4 5 6 2000 8 9 10 11\n")
+    listed = tmp_path / "block"
+    assert count_written(tmp_path, listed).nbytes is None
+    listed.mkdir()
+    (listed / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk)
+    assert count_written(tmp_path, listed) == DriveCount(2000 * 512, "the kernel's counter of sda")
+    (disk / "stat").write_text("nonsense")
+    unreadable = count_written(tmp_path, listed)
+    assert unreadable.nbytes is None and "neither SMART nor" in unreadable.source
+
+
+def test_smart_goes_before_the_kernel_where_smartctl_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = tmp_path.stat().st_dev
+    disk, tools, listed = tmp_path / "nvme0n1", tmp_path / "bin", tmp_path / "block"
+    (disk / "queue").mkdir(parents=True)
+    (disk / "stat").write_text("1 2 3 4 5 6 2000 8 9 10 11\n")
+    listed.mkdir()
+    (listed / f"{os.major(number)}:{os.minor(number)}").symlink_to(disk)
+    tools.mkdir()
+    command = tools / "smartctl"
+    command.write_text('#!/bin/sh\necho \'{"nvme_smart_health_information_log": {"data_units_written": 3}}\'\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    assert count_written(tmp_path, listed) == DriveCount(3 * 512_000, "SMART")
+    command.write_text("#!/bin/sh\necho 'Permission denied'; exit 2\n")
+    assert count_written(tmp_path, listed) == DriveCount(2000 * 512, "the kernel's counter of nvme0n1")
+
+
 # Settings and runs --------------------------------------------------------------------------------------------------
 
 
@@ -212,6 +263,12 @@ def test_a_run_enters_in_the_ledger_what_it_has_written(tmp_path: Path, monkeypa
     total = report["traffic"]["total"]
     counted = WearLedger(default_ledger_path()).written_nbytes(identify_device(tmp_path))
     assert counted == total["nvme_write_bytes"] + total["nvme_write_padding_bytes"]
+    (wear,) = report["wear"]
+    initial = report["traffic"]["initialisation"]
+    assert wear["written_nbytes"] + initial["nvme_write_bytes"] <= counted
+    assert wear["ledger_nbytes"] == counted
+    assert wear["device"] == identify_device(tmp_path)
+    assert wear["source"]
 
 
 def test_a_run_beyond_its_budget_stops_and_saves(tmp_path: Path) -> None:
@@ -226,3 +283,19 @@ def test_a_run_beyond_its_budget_stops_and_saves(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert len(report["losses"]) < 5
     assert saved.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("budget", "action", "message"),
+    [("1MB", "warn", "the wear budget is"), ("300GB/day", "slow", "pausing between steps")],
+)
+def test_a_run_is_warned_or_slowed_and_goes_on(tmp_path: Path, budget: str, action: str, message: str) -> None:
+    settings = tmp_path / "run.toml"
+    settings.write_text(f'[nvme]\nwear_budget = "{budget}"\nwear_action = "{action}"\n')
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    arguments = ("--preset", "tiny", "--steps", "2", "--config", settings, "--nvme", swap)
+    code, output, error = call("train", *arguments, "--json", tmp_path / "r.json")
+    assert code == 0, error
+    assert output.count(message) == 1
+    assert len(json.loads((tmp_path / "r.json").read_text())["losses"]) == 2
