@@ -287,9 +287,13 @@ def test_a_run_beyond_its_budget_stops_and_saves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "action", "message"),
-    [("1MB", "warn", "the wear budget is"), ("300GB/day", "slow", "pausing between steps")],
+    [("1MB", "warn", "the wear budget is"), ("1GB/day", "slow", "pausing between steps")],
 )
-def test_a_run_is_warned_or_slowed_and_goes_on(tmp_path: Path, budget: str, action: str, message: str) -> None:
+def test_a_run_is_warned_or_slowed_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, action: str, message: str
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("infinity.cli.offloaded.time.sleep", pauses.append)  # a quarter of an hour, else
     settings = tmp_path / "run.toml"
     settings.write_text(f'[nvme]\nwear_budget = "{budget}"\nwear_action = "{action}"\n')
     swap = tmp_path / "swap"
@@ -298,4 +302,9 @@ def test_a_run_is_warned_or_slowed_and_goes_on(tmp_path: Path, budget: str, acti
     code, output, error = call("train", *arguments, "--json", tmp_path / "r.json")
     assert code == 0, error
     assert output.count(message) == 1
-    assert len(json.loads((tmp_path / "r.json").read_text())["losses"]) == 2
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert len(report["losses"]) == 2
+    if action == "slow":
+        (pause_s,) = pauses  # none after the last step
+        written_nbytes = report["wear"][0]["written_nbytes"]
+        assert 0 < pause_s <= written_nbytes / 1e9 * 86_400
