@@ -170,11 +170,13 @@ def read_index(folder: Path) -> Index:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError(_not_there(folder)) from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise damaged(path, f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("kind") != _KIND:
-        raise CheckpointError(f"{path} does not belong to a checkpoint of infinity; give the folder that save() made")
+        raise DamagedCheckpointError(
+            f"{path} does not belong to a checkpoint of infinity; give the folder that save() made"
+        )
     if content.get("version") != VERSION:
         raise DamagedCheckpointError(
             f"{folder} is a checkpoint of version {content.get('version')!r}, this infinity reads version {VERSION}; "

@@ -21,7 +21,7 @@ from typing import Self
 import torch
 import xxhash
 
-from infinity.checkpoint.format import FileEntry, checksum, damaged
+from infinity.checkpoint.format import DamagedCheckpointError, FileEntry, checksum, damaged
 from infinity.checkpoint.tensor_file import TensorFileReader, TensorSpan, bytes_of, lay_out
 from infinity.errors import CheckpointError
 from storage.align import PAGE_NBYTES
@@ -252,7 +252,7 @@ def refuse_other_size(path: Path, entry: FileEntry) -> None:
     except FileNotFoundError as error:
         raise damaged(path, "the file is missing") from error
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if found != entry.nbytes:
         what = "truncated" if found < entry.nbytes else "too long"
         raise damaged(path, f"it is {what}: {found} bytes, where {entry.nbytes} were written")
@@ -268,7 +268,9 @@ def read_all(fd: int, memory: memoryview, offset: int, path: Path) -> None:
         try:
             count = os.preadv(fd, [memory], offset)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read at offset {offset}: {error.strerror or error}") from error
+            raise DamagedCheckpointError(
+                f"{path} cannot be read at offset {offset}: {error.strerror or error}"
+            ) from error
         if count == 0:
             raise damaged(path, f"it ends at offset {offset}")
         memory, offset = memory[count:], offset + count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,17 +44,17 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def _change(path: Path, change: Callable[[bytearray], object]) -> None:
+def change(path: Path, change: Callable[[bytearray], object]) -> None:
     data = bytearray(path.read_bytes())
     change(data)
     path.write_bytes(data)
 
 
-def _flip(data: bytearray, place: int = -5) -> None:
+def flip(data: bytearray, place: int = -5) -> None:
     data[place] ^= 1
 
 
-def _rewrite_index(folder: Path, **changes: Any) -> None:
+def rewrite_index(folder: Path, **changes: Any) -> None:
     path = folder / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
@@ -62,30 +63,34 @@ def _remove(folder: Path, name: str) -> None:
     (folder / name).unlink()
 
 
-_GROUP = "group-00001.rank0.safetensors"
-_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+GROUP = "group-00001.rank0.safetensors"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda f: f.rename(f.with_name("moved")), "nothing is there"),
     "no index": (lambda f: _remove(f, "checkpoint.json"), "checkpoint.json is missing"),
-    "cut index": (lambda f: _change(f / "checkpoint.json", lambda d: d.pop()), "is damaged: it is not JSON"),
-    "changed index": (lambda f: _rewrite_index(f, step=7), "its checksum is wrong"),
+    "cut index": (lambda f: change(f / "checkpoint.json", lambda d: d.pop()), "is damaged: it is not JSON"),
+    "changed index": (lambda f: rewrite_index(f, step=7), "its checksum is wrong"),
     "foreign index": (lambda f: (f / "checkpoint.json").write_text("{}"), "does not belong to a checkpoint"),
-    "version": (lambda f: _rewrite_index(f, version=1), "version 1, this infinity reads version 2"),
-    "no file": (lambda f: _remove(f, _GROUP), f"{_GROUP} is damaged: the file is missing"),
-    "cut file": (lambda f: _change(f / _GROUP, lambda d: d.pop()), f"{_GROUP} is damaged: it is truncated"),
-    "empty file": (lambda f: _change(f / _GROUP, lambda d: d.clear()), f"{_GROUP} is damaged: it is truncated: 0 "),
-    "longer file": (lambda f: _change(f / _GROUP, lambda d: d.append(0)), f"{_GROUP} is damaged: it is too long"),
-    "header": (lambda f: _change(f / _GROUP, lambda d: _flip(d, 10)), "the checksum of its header is wrong"),
-    "header length": (lambda f: _change(f / _GROUP, lambda d: _flip(d, 6)), f"{_GROUP} is damaged: .*[Hh]eader"),
-    "digests": (lambda f: _change(f / _GROUP, lambda d: _flip(d, -5)), "the checksum of its digests is wrong"),
-    "other file": (lambda f: (f / "group-00002.rank0.safetensors").rename(f / _GROUP), "checksum of its digests"),
+    "version": (lambda f: rewrite_index(f, version=1), "version 1, this infinity reads version 2"),
+    "no file": (lambda f: _remove(f, GROUP), f"{GROUP} is damaged: the file is missing"),
+    "cut file": (lambda f: change(f / GROUP, lambda d: d.pop()), f"{GROUP} is damaged: it is truncated"),
+    "empty file": (lambda f: change(f / GROUP, lambda d: d.clear()), f"{GROUP} is damaged: it is truncated: 0 "),
+    "longer file": (lambda f: change(f / GROUP, lambda d: d.append(0)), f"{GROUP} is damaged: it is too long"),
+    "header": (lambda f: change(f / GROUP, lambda d: flip(d, 10)), "the checksum of its header is wrong"),
+    "header length": (lambda f: change(f / GROUP, lambda d: flip(d, 6)), f"{GROUP} is damaged: .*[Hh]eader"),
+    "digests": (lambda f: change(f / GROUP, lambda d: flip(d, -5)), "the checksum of its digests is wrong"),
+    "other file": (lambda f: (f / "group-00002.rank0.safetensors").rename(f / GROUP), "checksum of its digests"),
+    "half renamed": (lambda f: f.rename(f.with_name(f".{f.name}.before")), "saving was interrupted; the one before is"),
+    "still being made": (lambda f: f.rename(f.with_name(f".{f.name}.saving")), "nothing is there; check the path"),
+    "a file": (lambda f: (shutil.rmtree(f), f.write_text("")), "there is no checkpoint at"),
+    "index of nothing": (lambda f: (f / "checkpoint.json").write_text(""), "is damaged: it is not JSON"),
     "no extra": (lambda f: _remove(f, "extra.pt"), "extra.pt is damaged: the file is missing"),
-    "changed extra": (lambda f: _change(f / "extra.pt", _flip), "extra.pt is damaged: its checksum is wrong"),
+    "changed extra": (lambda f: change(f / "extra.pt", flip), "extra.pt is damaged: its checksum is wrong"),
 }
 
 
-@pytest.mark.parametrize("name", _DAMAGES)
+@pytest.mark.parametrize("name", DAMAGES)
 def test_what_cannot_be_loaded_changes_nothing(run: Run, saved: Path, name: str) -> None:
-    damage, message = _DAMAGES[name]
+    damage, message = DAMAGES[name]
     damage(saved)
     before = run.parameters()
     with pytest.raises(infinity.CheckpointError, match=message):
@@ -94,10 +99,10 @@ def test_what_cannot_be_loaded_changes_nothing(run: Run, saved: Path, name: str)
     run.train(2, 3)
 
 
-def test_a_flipped_bit_is_noticed_and_a_good_checkpoint_heals(run: Run, saved: Path, tmp_path: Path) -> None:
+def test_aflipped_bit_is_noticed_and_a_good_checkpoint_heals(run: Run, saved: Path, tmp_path: Path) -> None:
     run.save(tmp_path / "good")
     losses = run.train(2, 4)
-    _change(saved / _GROUP, lambda data: _flip(data, 4096 + 400))
+    change(saved / GROUP, lambda data: flip(data, 4096 + 400))
     with pytest.raises(infinity.CheckpointError, match=r"is damaged: bytes \d+ to \d+ of 'param' have the wrong check"):
         run.load(saved)
     with pytest.raises(infinity.IterationError, match="failed half-way"):
