@@ -1,12 +1,13 @@
-"""`infinity bench tier --compare-fio` on a directory, against fio as it comes and fio with its buffers in huge pages.
+"""`infinity bench tier --compare-fio` on a directory, against fio at its best and fio as it comes.
 
     python benchmarks/fio_compare.py DIRECTORY [--rounds 9] [--seconds 1.5] [--json FILE]
 
 The same file, block size (1 MiB), queue depth (8) and length on both sides, taking turns; medians over rounds. Our
-transfers go through `storage.backends.direct` as in training, whose memory lies in huge pages. fio's does not unless
-told, and then a drive whose requests have few segments gets two for each block; the second table shows what is left of
-the difference. On a machine that is busy with other work several threads get more of its processors than fio's one:
-`load` in the result says how busy it was.
+transfers go through `storage.backends.direct` as in training, whose memory lies in huge pages. At its best fio has the
+fastest of its I/O engines for each mix, and its buffers in huge pages too; this is what is judged. As it comes it has
+neither, and then a drive whose requests have few segments gets two for each block. On a machine that is busy with other
+work several threads get more of its processors than fio's one: `load` in the result says how busy it was, so repeat
+this on one that is not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LEAST_RATIO, _MOST_CPU_RATIO = 0.95, 1.5
 
 
 def main() -> int:
-    """1 when a ratio to fio as it comes misses its goal."""
+    """1 when a ratio to fio at its best misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=9)
@@ -40,7 +41,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = make_console()
     reports: dict[str, Any] = {}
-    for setup in (FioSetup(), FioSetup(huge_pages=True)):
+    for name, setup in (("best", None), ("as it comes", FioSetup())):
         options = TierOptions(
             paths=(arguments.directory,),
             profiles=(),
@@ -56,10 +57,10 @@ def main() -> int:
         result = run_tier(options, lambda _: None)
         console.print(show(result))
         report = to_json(result)
-        reports[setup.name] = {name: report[name] for name in ("machine", "drives", "time", "compare_fio")}
+        reports[name] = {part: report[part] for part in ("machine", "drives", "time", "compare_fio")}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(reports, indent=2) + "\n")
-    return 0 if _is_good(reports[FioSetup().name]["compare_fio"]) else 1
+    return 0 if _is_good(reports["best"]["compare_fio"]) else 1
 
 
 def _is_good(compared: dict[str, Any]) -> bool:

@@ -209,8 +209,6 @@ def _comparisons(result: BenchResult) -> dict[str, Any]:
         "directory": first,
         "directories": by_directory,
         "fio_version": result.fio_version,
-        "fio_engine": result.fio_setup.engine,
-        "fio_huge_pages": result.fio_setup.huge_pages,
     }
 
 
@@ -220,6 +218,8 @@ def _comparison_of(rows: Sequence[Comparison]) -> dict[str, Any]:
 
 def _compared(row: Comparison) -> dict[str, Any]:
     return {
+        "fio_engine": row.setup.engine,
+        "fio_huge_pages": row.setup.huge_pages,
         "ours": row.our_bytes_per_s.median,
         "fio": row.fio_bytes_per_s.median,
         "ratio": row.ratio,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from infinity.bench.fio import Comparison, FioSetup
+from infinity.bench.fio import Comparison
 from infinity.bench.statistics import Spread
 from infinity.bench.sustained import Sustained
 from infinity.bench.tier import Series
@@ -68,7 +68,6 @@ class BenchResult:
     series: list[Series] = field(default_factory=list)
     comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
     fio_version: str = ""
-    fio_setup: FioSetup = field(default_factory=FioSetup)
     memory: MemoryReport | None = None
     sustained: list[Sustained] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.bench.engines import BenchEngine
@@ -30,6 +30,7 @@ class TierOptions:
         paths: directories, one per drive.
         file_nbytes: size of the test file; None: 1 GiB, less where little is free.
         comparison: workloads to run beside fio; None: do not.
+        fio: how it is run; None: as is best for each workload.
         sustained_nbytes: bytes of a sustained write; None: none.
         measures_memory: host memory, link and kernels too.
     """
@@ -42,7 +43,7 @@ class TierOptions:
     file_nbytes: int | None = None
     comparison: Profile | None = None
     comparison_repeats: int = 5
-    fio: FioSetup = field(default_factory=FioSetup)
+    fio: FioSetup | None = None
     sustained_nbytes: int | None = None
     measures_memory: bool = True
 
@@ -122,7 +123,8 @@ def _usable(engine: BenchEngine, targets: list[Target]) -> BenchEngine | None:
 def _compare(options: TierOptions, targets: list[Target], result: BenchResult, progress: Progress) -> None:
     if options.comparison is None:
         return
-    result.fio_version, result.fio_setup = fio_version(), options.fio
+    result.fio_version = fio_version()
+    engine = next((one for one in options.engines if not one.is_cached), BenchEngine.DIRECT)
     for target in targets:
         rows = compare(
             options.comparison,
@@ -130,11 +132,12 @@ def _compare(options: TierOptions, targets: list[Target], result: BenchResult, p
             repeats=options.comparison_repeats,
             seconds=options.seconds,
             setup=options.fio,
+            engine=engine,
             progress=progress,
         )
         directory = str(target.directory)
         result.comparisons[directory] = rows
-        result.series += [Series(row.workload, BenchEngine.DIRECT, (directory,), row.ours) for row in rows]
+        result.series += [Series(row.workload, engine, (directory,), row.ours) for row in rows]
         result.written_nbytes += sum(run.written_nbytes for row in rows for run in row.fio)
 
 

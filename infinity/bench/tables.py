@@ -27,7 +27,7 @@ def show(result: BenchResult) -> RenderableType:
     for directories in dict.fromkeys(series.directories for series in result.series):
         parts.append(_series_table([one for one in result.series if one.directories == directories], directories))
     for directory, rows in result.comparisons.items():
-        parts.append(_comparison_table(rows, directory, f"{result.fio_version}, {result.fio_setup.name}"))
+        parts.append(_comparison_table(rows, directory, result.fio_version))
     if result.memory is not None:
         parts.append(_memory_table(result.memory))
         parts += [Text(note) for note in result.memory.notes]
@@ -116,12 +116,13 @@ def _comparison_table(rows: Sequence[Comparison], directory: str, fio: str) -> T
     title = f"{directory}: taking turns with {fio}, medians of {len(rows[0].ours)}"
     figures = ("ours MB/s", "fio MB/s", "ours MiB/s", "fio MiB/s", "ratio", "ratio of pairs")
     cpu = ("ours CPU s/GB", "fio CPU s/GB", "ratio")
-    table = _new_table(title, ("mix", "size"), (*figures, *cpu))
+    table = _new_table(title, ("mix", "size", "fio's engine"), (*figures, *cpu))
     for row in rows:
         ours, fio_rate, pairs = row.our_bytes_per_s.median, row.fio_bytes_per_s.median, row.paired_ratio
         table.add_row(
             row.workload.mix,
             size_of(row.workload),
+            row.setup.name,
             f"{ours / _MB:,.0f}",
             f"{fio_rate / _MB:,.0f}",
             f"{ours / _MIB:,.0f}",

@@ -72,11 +72,16 @@ class TierArguments:
     block: Annotated[str, typer.Option(help="Block size of --compare-fio.", rich_help_panel=_HOW)] = "1MiB"
     depth: Annotated[int, typer.Option(min=1, help="Queue depth of --compare-fio.", rich_help_panel=_HOW)] = 8
     fio_engine: Annotated[
-        str, typer.Option(help="fio's --ioengine, such as io_uring.", rich_help_panel=_HOW)
-    ] = "libaio"
+        str | None,
+        typer.Option(
+            help="fio's --ioengine, such as io_uring. Default: the fastest for each mix, in huge pages as ours.",
+            show_default=False,
+            rich_help_panel=_HOW,
+        ),
+    ] = None
     fio_huge_pages: Annotated[
         bool,
-        typer.Option("--fio-huge-pages", help="Put fio's buffers in huge pages, as ours are.", rich_help_panel=_HOW),
+        typer.Option("--fio-huge-pages", help="Put the buffers of --fio-engine in huge pages.", rich_help_panel=_HOW),
     ] = False
     json: shared.JsonFile = None
     fio_files: Annotated[

@@ -75,7 +75,7 @@ def resolve(arguments: TierArguments) -> TierOptions:
         file_nbytes=_nbytes("--size", arguments.size),
         comparison=comparison(block_nbytes, arguments.depth) if arguments.compare_fio else None,
         comparison_repeats=arguments.repeats or _COMPARISON_REPEATS,
-        fio=FioSetup(arguments.fio_engine, arguments.fio_huge_pages),
+        fio=_fio_setup(arguments),
         sustained_nbytes=_nbytes("--sustained", arguments.sustained),
         measures_memory=measures_memory,
     )
@@ -91,6 +91,14 @@ def _nbytes(name: str, text: str | None) -> int | None:
     if nbytes <= 0:
         raise ConfigError(f"{name} {text!r}: must be more than nothing")
     return nbytes
+
+
+def _fio_setup(arguments: TierArguments) -> FioSetup | None:
+    if arguments.fio_engine is not None:
+        return FioSetup(arguments.fio_engine, arguments.fio_huge_pages)
+    if arguments.fio_huge_pages:
+        raise ConfigError("--fio-huge-pages belongs to --fio-engine; without that the best of both is taken anyway")
+    return None
 
 
 def _block(text: str) -> int:

@@ -221,18 +221,44 @@ def test_fio_takes_turns_on_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
     options = _options(swap, profiles=(), comparison=comparison(MIB, 4), comparison_repeats=3)
     result = run_tier(options, _quiet)
     calls = log.read_text().splitlines()
-    assert len(calls) == 9
-    assert all('"--bs=1048576"' in call and '"--iodepth=4"' in call for call in calls)
-    assert all(f"--size={FILE_NBYTES}" in call and "bench.data" in call for call in calls)
+    trials = 3 * 2 * 3  # of each mix, twice, every way to run fio
+    assert len(calls) == trials + 9
+    assert all('"--bs=1048576"' in call and "bench.data" in call for call in calls)
+    deep = [call for call in calls if "psync" not in call]
+    assert all('"--iodepth=4"' in call and f"--size={FILE_NBYTES}" in call for call in deep)
+    assert all("hugetlb=1" in call for call in deep)
+    assert len(calls) - len(deep) == 6  # only tried: all are equally fast, and the first one is taken
     report = to_json(result)["compare_fio"]
     assert (report["fio_version"], report["directory"]) == ("fio-9.9", str(swap))
     for name in ("read", "write", "mixed"):
         assert report[name]["fio"] == 1_000_000
+        assert (report[name]["fio_engine"], report[name]["fio_huge_pages"]) == ("libaio", True)
         assert report[name]["ratio"] == pytest.approx(report[name]["ours"] / 1_000_000)
         assert report[name]["fio_cpu_s_per_gb"] == pytest.approx(0.4 * 0.5 / 500_000 * 1e9)
         assert len(report[name]["ours_values"]) == 3
     assert "taking turns" not in to_html(result)
     assert "Beside fio-9.9" in to_html(result)
+
+
+def test_of_the_ways_to_run_fio_the_fastest_that_works_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"libaio": 2.0, "psync": 5.0}
+
+    def run(workload: Workload, target: object, seconds: float, setup: fio.FioSetup) -> fio.FioRun:
+        if setup.engine not in rates:
+            raise InfinityError(f"fio: {setup.engine} is not available")
+        return fio.FioRun(rates[setup.engine], 0.0, 1.0, 1, 0)
+
+    monkeypatch.setattr(fio, "run_fio", run)
+    workload = block_load("x", 100, MIB, 4)
+    with open_target(tmp_path, FILE_NBYTES) as target:
+        assert fio.best_setup(workload, target, 1.0) == fio.FioSetup("psync")
+        rates["io_uring"] = 6.0
+        assert fio.best_setup(workload, target, 1.0) == fio.FioSetup("io_uring", huge_pages=True)
+        rates.clear()
+        with pytest.raises(InfinityError, match="psync is not available"):
+            fio.best_setup(workload, target, 1.0)
 
 
 def test_fio_that_fails_says_how_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
