@@ -72,6 +72,22 @@ def not_offloaded(folder: Path, stack: ExitStack) -> Names:
     return before_offload(folder, stack) | {"model": MyModel()}
 
 
+def changing(folder: Path, stack: ExitStack) -> Names:
+    """A model with a head and layers, and an engine that holds it."""
+
+    class Classifier(nn.Sequential):
+        @property
+        def layers(self) -> Any:
+            return self[0]
+
+    model = Classifier(nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3)))
+    model.head = nn.Linear(_WIDTH, 10)
+    engine = stack.enter_context(infinity.offload(model, config(folder)))
+    optimizer = infinity.AdamW(model.parameters(), lr=3e-4)
+    names = {"model": model, "engine": engine, "optimizer": optimizer, "width": _WIDTH, "n_classes": 4}
+    return before_offload(folder, stack) | names
+
+
 def saved(folder: Path, stack: ExitStack) -> Names:
     """A checkpoint in run/step100."""
     names = training(folder, stack)
@@ -122,12 +138,21 @@ def huggingface_training(folder: Path, stack: ExitStack) -> Names:
     return names | {"engine": engine, "optimizer": infinity.AdamW(names["model"].parameters(), lr=1e-3)}
 
 
+def huggingface_offloaded(folder: Path, stack: ExitStack) -> Names:
+    """The same, offloaded, without an optimizer; a tokenizer of another size."""
+    names = huggingface(folder, stack)
+    engine = stack.enter_context(infinity.offload(names["model"], names["config"]))
+    return names | {"engine": engine, "tokenizer": range(80)}
+
+
 SITUATIONS: dict[str, Situation] = {
     "before offload": before_offload,
     "training": training,
     "not offloaded": not_offloaded,
+    "changing": changing,
     "saved": saved,
     "deepspeed": deepspeed,
     "huggingface": huggingface,
+    "huggingface offloaded": huggingface_offloaded,
     "huggingface training": huggingface_training,
 }

@@ -1,0 +1,67 @@
+"""The documentation builds without a warning, and its catalogues are complete."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import infinity
+import infinity.errors
+import storage.errors
+
+ROOT = Path(infinity.__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # reads every docstring
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs the extra 'docs'")
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    api = (tmp_path / "site" / "api" / "index.html").read_text()
+    assert all(name in api for name in ("offload", "AdamW", "GradScaler", "InfinityTrainer"))
+    loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="(https?:[^"]+)"', api)
+    assert [url for url in loaded if "canonical" not in url] == []
+
+
+def _errors() -> list[str]:
+    return [
+        name
+        for module in (infinity.errors, storage.errors)
+        for name, kind in inspect.getmembers(module, inspect.isclass)
+        if issubclass(kind, Exception) and kind.__module__ == module.__name__
+    ]
+
+
+def test_every_error_is_in_the_catalogue() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    abstract = {"InfinityError", "StorageError", "IoError", "CapacityError"}
+    missing = [name for name in _errors() if name not in abstract and f"`{name}`" not in text]
+    assert missing == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == pages
+
+
+def test_every_benchmark_is_listed() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    missing = [path.name for path in (ROOT / "benchmarks").glob("*.py") if f"`{path.name}`" not in text]
+    assert missing == []
