@@ -39,12 +39,12 @@ def _batches(count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def before_offload(folder: Path, stack: ExitStack) -> Names:
     """A model class and data; nothing is offloaded yet."""
+    (folder / "swap").mkdir(exist_ok=True)
     return {"torch": torch, "nn": nn, "infinity": infinity, "MyModel": MyModel, "batches": _batches(), "Path": Path}
 
 
 def config(folder: Path) -> infinity.Config:
     """Small budgets on the CPU."""
-    (folder / "swap").mkdir(exist_ok=True)
     return infinity.Config(
         precision="fp32",
         device={"kind": "cpu", "budget": "64MiB"},
