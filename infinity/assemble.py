@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import psutil
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infinity.allocate import Blueprint, allocate
@@ -128,11 +129,12 @@ def _connect(config: Config, ranks: Ranks | None, stack: ExitStack) -> Collectiv
 
 
 def _local_size(collectives: Collectives | None) -> int:
-    """Processes of this job on this machine, which share its memory and drives."""
-    if collectives is None:
-        return 1
+    """Processes of this job on this machine, which share its memory and drives, whoever shares this engine."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(given) if given.isdecimal() and int(given) else collectives.local_size()
+    is_job = collectives is not None or (dist.is_available() and dist.is_initialized())
+    if is_job and given.isdecimal() and int(given):
+        return int(given)
+    return collectives.local_size() if collectives is not None else 1
 
 
 def _with_ranks(

@@ -44,6 +44,7 @@ from infinity.plan.summary import Plan
 from infinity.ranks import Ranks
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
+from infinity.tensor_parallel import TensorParallel, local_part
 from infinity.updates import OptimizerView, Updates
 from infinity.weights.match import LoadedWeights
 from storage.space import DriveReport
@@ -73,12 +74,16 @@ class Engine:
     ) -> None:
         run = find_run(config, resume=resume)
         self.loaded_weights: LoadedWeights | None = None
-        self._runtime: Runtime = assemble(model, config, self, ranks, run, values)
-        try:
+        self._tensor_parallel = TensorParallel(model)
+        self._tensor_parallel.check(config, ranks)
+        with ExitStack() as undo:
+            self._tensor_parallel.localise()
+            undo.callback(self._tensor_parallel.restore)
+            self._runtime: Runtime = assemble(model, config, self, ranks, run, values)
+            undo.callback(self.close)
             self._start(values or FirstValues(), on_progress, run)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
+        self._tensor_parallel.forget_originals()
 
     def _start(
         self, values: FirstValues, on_progress: Callable[[str], None] | None, run: StoredRun | None
@@ -103,6 +108,7 @@ class Engine:
 
     def _connect(self, runtime: Runtime) -> None:
         """The parts that act on a runtime for the training thread."""
+        runtime.tensor_parallel = self._tensor_parallel or None
         self._updates = Updates(runtime)
         self._journal = None
         if runtime.committer is not None:
@@ -421,13 +427,17 @@ class Engine:
 
     def gradient_of(self, ref: ParameterRef) -> torch.Tensor | None:
         """What `parameter.grad` shows between backward and step."""
-        return None if self._runtime.is_closed else self._updates.gradients.gradient_of(ref.group, ref.slot)
+        if self._runtime.is_closed:
+            return None
+        gradient = self._updates.gradients.gradient_of(ref.group, ref.slot)
+        spread = self._tensor_parallel.spread_of(ref.name)
+        return spread.whole(gradient) if spread is not None and type(gradient) is torch.Tensor else gradient
 
     def set_gradient(self, ref: ParameterRef, value: torch.Tensor | None) -> None:
         """What `parameter.grad = value` does; None forgets the gradient."""
         if value is not None:
             self._check_open()
-            self._updates.gradients.set_gradient(ref.group, ref.slot, value)
+            self._updates.gradients.set_gradient(ref.group, ref.slot, local_part(value))
         elif not self._runtime.is_closed:
             self._updates.gradients.drop_gradient(ref.group, ref.slot)
 
@@ -452,6 +462,7 @@ class Engine:
             StorageError: it could not be committed; everything has been given back all the same.
             CheckpointError: a checkpoint of `save(..., wait=False)` could not be written; likewise.
         """
+        self._tensor_parallel.remove_hooks()
         with ExitStack() as closing:
             closing.callback(self._runtime.shut_down)
             if not self.is_closed:

@@ -30,6 +30,7 @@ from infinity.order import AccessOrder
 from infinity.placement import Placement
 from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
+from infinity.tensor_parallel import TensorParallel
 from storage.budget import TierBudget
 from storage.errors import ClosedError
 from storage.pool import HostPool
@@ -79,6 +80,7 @@ class Runtime:
     committer: Committer | None  # where steps are durable
     saver: Saver
     lockstep: Lockstep | None = None  # with several ranks
+    tensor_parallel: TensorParallel | None = None  # with DTensor parameters
     closing: ExitStack = field(default_factory=ExitStack)
     step: int = 0
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)

@@ -72,6 +72,12 @@ class WaitingGradients:
             ConfigError: it has been scaled already; the norm of what it will be is not known to the last bit.
         """
         self._refuse_scaled(group, slot)
+        name, spread_over = group.layout.slots[slot].name, self._runtime.tensor_parallel
+        if spread_over is not None and spread_over.spread_of(name) is not None:
+            raise ConfigError(
+                f"the gradient of {name!r} is in the swap file, and other ranks hold other parts of it: torch would "
+                "take the norm of this part. Clip with infinity.clip_grad_norm_ or max_grad_norm"
+            )
         self._runtime.sink.wants_norms = True  # measured from now on while they are in memory
         return self._runtime.sink.norms([(group, slot)])[0].clone()
 
@@ -216,6 +222,9 @@ class WaitingGradients:
     def _norms(self, slots: Sequence[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
         present = [(group, slot) for group, slot in slots if self._runtime.sink.has(group, slot)]
         norms = self._runtime.sink.norms(present)
+        if self._runtime.tensor_parallel is not None:
+            names = (group.layout.slots[slot].name for group, slot in present)
+            norms = self._runtime.tensor_parallel.norms(names, norms)
         scaled = (self._scaling.times(*place, norm) for place, norm in zip(present, norms, strict=True))
         return [norm for norm in scaled if norm is not None]
 
