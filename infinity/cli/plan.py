@@ -15,6 +15,8 @@ def plan(options: PlanOptions) -> None:
     infinity plan --preset 7b --gpu rtx4090 --host-memory 64GiB --drive 2x7.0:3.4:4TB:2400TBW
     infinity plan --model path/to/config.json --seq 4096 --gpu h100 --gpus 8 --host-memory 1TiB --drive 8x6.5:3.4
     infinity plan --preset 7b --sweep host-memory=64GiB..512GiB --html sweep.html
+    infinity plan --calibrate --nvme /mnt/nvme0          measure this machine; plans without hardware options are of it
+    infinity plan --here --preset 1b --drive 2x7.0:3.4    this machine with other drives
     infinity plan --layers 48 --hidden 1600 --gpus 8 --nodes 8 --stages
     """
     with deferred():

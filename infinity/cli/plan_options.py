@@ -37,8 +37,22 @@ class PlanOptions:
     schedule: shared.Schedule = None
     recompute: shared.Recompute = None
     gpu: Annotated[
-        str, typer.Option(help="A GPU of the table, such as h100, or cpu.", rich_help_panel=_HARDWARE)
-    ] = "rtx4090"
+        str | None,
+        typer.Option(
+            help="A GPU of the table, such as h100, or cpu. Without any hardware option: this machine, once "
+            "--calibrate has measured it.",
+            show_default="rtx4090",
+            rich_help_panel=_HARDWARE,
+        ),
+    ] = None
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here",
+            help="This machine as --calibrate measured it; other options change it.",
+            rich_help_panel=_HARDWARE,
+        ),
+    ] = False
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of a node.", rich_help_panel=_HARDWARE)] = 1
     nodes: Annotated[int, typer.Option(min=1, help="Nodes.", rich_help_panel=_HARDWARE)] = 1
     device_memory: Annotated[
@@ -73,6 +87,21 @@ class PlanOptions:
         float | None,
         typer.Option(min=0.001, max=1.0, help="Share of the GPU's peak in large products.", rich_help_panel=_HARDWARE),
     ] = None
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure this machine, half a minute and about 3 GB of writes, and keep that for later plans.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = False
+    nvme: Annotated[
+        tuple[Path, ...],
+        typer.Option(
+            help="Folder on each drive that --calibrate measures. Default: where swap files would go.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = ()
     search: Annotated[
         bool, typer.Option("--search", help="Rank all plans for these tokens per step.", rich_help_panel=_SHOW)
     ] = False

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from infinity.bench.machine import describe_machine
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_json, write_text
 from infinity.cli.plan_options import PlanOptions
@@ -17,6 +18,7 @@ from infinity.config import OptimizerKind, Precision, Schedule, StateFormat, ref
 from infinity.errors import ConfigError, PlacementError
 from infinity.models.gpt import GptShape
 from infinity.plan import advice as advise
+from infinity.plan.calibration import CalibrationFile
 from infinity.plan.hardware import CPU, Hardware, effective_link, from_bench, gpu_named, parse_drives
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
@@ -25,7 +27,7 @@ from infinity.plan.stages import stage_rows
 from infinity.plan.timeline import chrome_trace, graph_objects, page, timeline_figure
 from infinity.sizes import GIB, MIB, parse_nbytes
 
-_DEFAULT_DRIVE = "990pro-4tb"
+_DEFAULT_GPU, _DEFAULT_DRIVE = "rtx4090", "990pro-4tb"
 _DEFAULT_HOST_NBYTES = 64 * GIB
 _DEFAULT_SEQ, _DEFAULT_BATCH = 1024, 4
 
@@ -39,6 +41,11 @@ def run(options: PlanOptions) -> None:
     """
     _check_outputs(options)
     console = make_console()
+    if options.calibrate:
+        from infinity.cli.plan_calibrate import calibrate
+
+        write_json(options.json, calibrate(options, console))
+        return
     request = make_request(options)
     result: dict[str, Any] = {}
     figures: list[Any] = []
@@ -113,22 +120,15 @@ def _source(options: PlanOptions) -> tuple[GptShape | str, int, int]:
 
 
 def _hardware(options: PlanOptions) -> Hardware:
-    gpu = CPU if options.gpu == "cpu" else gpu_named(options.gpu)
-    if options.device_memory is not None:
-        gpu = replace(gpu, memory_nbytes=_size("--device-memory", options.device_memory))
-    hardware = Hardware(
-        gpu=gpu,
-        drives=parse_drives(options.drive or (_DEFAULT_DRIVE,)),
-        host_memory_nbytes=_DEFAULT_HOST_NBYTES,
-        gpus=options.gpus,
-        nodes=options.nodes,
-        link_bytes_per_s=effective_link(gpu),
-        has_gpu=gpu.name != CPU.name,
-    )
+    """This machine where it is asked for or nothing else is, else what options and tables say."""
+    hardware = _this_machine(options) or _named(options)
     if options.bench is not None:
         hardware = from_bench(options.bench, hardware)
-        if options.drive:
-            hardware = replace(hardware, drives=parse_drives(options.drive))
+    if options.drive:
+        hardware = replace(hardware, drives=parse_drives(options.drive))
+    if options.device_memory is not None:
+        memory_nbytes = _size("--device-memory", options.device_memory)
+        hardware = replace(hardware, gpu=replace(hardware.gpu, memory_nbytes=memory_nbytes))
     changes: dict[str, Any] = {
         "dram_bytes_per_s": _rate("--dram", options.dram),
         "link_bytes_per_s": _rate("--link", options.link),
@@ -137,6 +137,39 @@ def _hardware(options: PlanOptions) -> Hardware:
         "host_memory_nbytes": None if options.host_memory is None else _size("--host-memory", options.host_memory),
     }
     return replace(hardware, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _this_machine(options: PlanOptions) -> Hardware | None:
+    """The calibrated machine; None where it is not asked for.
+
+    Raises:
+        ConfigError: it is asked for and has not been calibrated, or another GPU is given as well.
+    """
+    if options.here and options.gpu is not None:
+        raise ConfigError(f"--here contradicts --gpu {options.gpu}: this machine has its own; leave one of them out")
+    given = (options.gpu, options.device_memory, options.host_memory, options.bench, options.efficiency)
+    rates = (options.dram, options.link, options.network)
+    is_named = any(value is not None for value in (*given, *rates)) or options.drive
+    if not options.here and (is_named or options.gpus > 1 or options.nodes > 1):
+        return None
+    found = CalibrationFile(describe_machine()).load()
+    if found is None and options.here:
+        raise ConfigError("--here: this machine has not been calibrated; run `infinity plan --calibrate` first")
+    return None if found is None else replace(found.hardware(), gpus=options.gpus, nodes=options.nodes)
+
+
+def _named(options: PlanOptions) -> Hardware:
+    """Hardware from the tables."""
+    gpu = CPU if options.gpu == "cpu" else gpu_named(options.gpu or _DEFAULT_GPU)
+    return Hardware(
+        gpu=gpu,
+        drives=parse_drives((_DEFAULT_DRIVE,)),
+        host_memory_nbytes=_DEFAULT_HOST_NBYTES,
+        gpus=options.gpus,
+        nodes=options.nodes,
+        link_bytes_per_s=effective_link(gpu),
+        has_gpu=gpu.name != CPU.name,
+    )
 
 
 def _rate(option: str, gigabytes_per_s: float | None) -> float | None:

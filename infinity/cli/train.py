@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from infinity.bench.machine import describe_machine
 from infinity.cli import baseline
 from infinity.cli.console import make_console
 from infinity.cli.failures import deferred
@@ -17,6 +18,8 @@ from infinity.cli.settings import RunSettings, resolve
 from infinity.cli.tables import summary
 from infinity.cli.train_options import TrainOptions
 from infinity.errors import ConfigError, InfinityError
+from infinity.plan.calibration import CalibrationFile, Residual, now
+from infinity.plan.observed import Prediction
 
 
 def train(options: TrainOptions) -> None:
@@ -51,6 +54,8 @@ def train(options: TrainOptions) -> None:
         prediction=run.prediction,
         wear=run.wear,
     )
+    if run.prediction is not None and this_job().is_first:
+        _keep_residual(settings, run.prediction)
     console = make_console()
     if options.baseline:
         console.print("running the same training in plain PyTorch")
@@ -58,6 +63,14 @@ def train(options: TrainOptions) -> None:
         add_baseline(report, comparison, run.first_step)
     console.print(summary(report))
     write_json(options.json, report)
+
+
+def _keep_residual(settings: RunSettings, prediction: Prediction) -> None:
+    """How the prediction turned out, beside this machine's calibration."""
+    shape, schedule = settings.training.shape, settings.config.schedule.value
+    what = f"infinity train, {shape.layers} x {shape.hidden}, {schedule}, {settings.config.precision.value}"
+    residual = Residual(what, prediction.step_s, prediction.measured_s, now())
+    CalibrationFile(describe_machine()).note(residual)
 
 
 def _compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from infinity.config import Schedule
+from infinity.config import Precision, Schedule, StateFormat
 from infinity.errors import ConfigError, PlacementError
 from infinity.plan.planner import PlanRequest, StepPlan, make_plan, plan_rank
 from infinity.sizes import format_nbytes, parse_nbytes
@@ -24,7 +24,7 @@ class Change:
 
 
 def what_to_change(request: PlanRequest) -> list[Change]:
-    """One more drive, more memory, a larger batch, another schedule, other activations: each planned by itself."""
+    """One more drive, more memory, a larger batch, another schedule, smaller state: each planned by itself."""
     return [_try(what, changed) for what, changed in _changes(request)]
 
 
@@ -49,6 +49,10 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
             yield f"--schedule {schedule.value}", with_workload(request, schedule=schedule)
     recompute = "--no-recompute" if workload.recompute else "--recompute"
     yield recompute, with_workload(request, recompute=not workload.recompute)
+    if workload.precision is Precision.BF16 and workload.state_format is StateFormat.FP32:
+        for smaller in (StateFormat.BF16, StateFormat.INT8):
+            what = f"--state-format {smaller.value} (moments are rounded)"
+            yield what, with_workload(request, state_format=smaller)
 
 
 def with_workload(
@@ -58,6 +62,7 @@ def with_workload(
     accumulate: int | None = None,
     schedule: Schedule | None = None,
     recompute: bool | None = None,
+    state_format: StateFormat | None = None,
 ) -> PlanRequest:
     """The same request with another workload."""
     workload = request.workload
@@ -67,6 +72,7 @@ def with_workload(
         accumulate=workload.accumulate if accumulate is None else accumulate,
         schedule=workload.schedule if schedule is None else schedule,
         recompute=workload.recompute if recompute is None else recompute,
+        state_format=workload.state_format if state_format is None else state_format,
     )
     return replace(request, workload=workload)
 

@@ -104,6 +104,8 @@ class Hardware:
         network_bytes_per_s: between nodes, for one node, one direction.
         optimizer_s: seconds the optimizer of one rank needs for one parameter, host memory aside.
         has_gpu: whether copies run beside the computation.
+        unit_s: overhead of each pass through a unit.
+        notes: how its figures came about, in words.
     """
 
     gpu: Gpu
@@ -117,6 +119,8 @@ class Hardware:
     network_bytes_per_s: float = 25 * GB
     optimizer_s: float = 1 / 2e9
     has_gpu: bool = True
+    unit_s: float = 0.0
+    notes: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:

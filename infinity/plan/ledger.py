@@ -27,10 +27,13 @@ class LedgerError(InfinityError):
     """The ledger cannot be read or written; says where it is and what to do."""
 
 
+def state_folder() -> Path:
+    """The user's folder for state that should persist (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")) / "infinity"
+
+
 def default_ledger_path() -> Path:
-    """In the user's folder for state that should persist (XDG base directory specification)."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "infinity" / "wear.sqlite3"
+    return state_folder() / "wear.sqlite3"
 
 
 def today() -> str:

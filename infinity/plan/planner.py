@@ -224,6 +224,7 @@ def _refuse_without_drives(placement: Placement, hardware: Hardware) -> None:
 def _notes(request: PlanRequest) -> tuple[str, ...]:
     hardware, model = request.hardware, request.model
     notes = [
+        *hardware.notes,
         f"compute: {hardware.efficiency:.0%} of the peak of {hardware.gpu.flops_per_s / 1e12:.1f} TFLOPS "
         f"({hardware.gpu.source}) in large products",
         f"host memory: {hardware.dram_bytes_per_s / 1e9:.0f} GB/s; link: {hardware.link_bytes_per_s / 1e9:.1f} GB/s "
@@ -269,7 +270,7 @@ def _times(request: PlanRequest, units: Sequence[Unit]) -> dict[int, UnitTime]:
         index = next((unit.index for unit in units if unit.name == name), last)
         if name == RESIDENT_NAME:
             index = next((unit.index for unit in units if unit.resident), last)
-        seconds[index] += work.forward_flops * workload.batch / flops_per_s
+        seconds[index] += work.forward_flops * workload.batch / flops_per_s + request.hardware.unit_s
     return {index: UnitTime(each, each * backward) for index, each in seconds.items()}
 
 
