@@ -28,9 +28,10 @@ from infinity.lockstep import Lockstep
 from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
+from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
-from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState, create_records
 from infinity.order import AccessOrder
 from infinity.placement import Placement, budget_for_all_gradients

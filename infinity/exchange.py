@@ -16,7 +16,7 @@ from infinity.groups import FlatGroup
 from infinity.layout import Chunk, FlatSpan
 from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause
-from infinity.optim.pipeline import GroupUpdate
+from infinity.optim.group_update import GroupUpdate
 from infinity.residency import CopyState, HostCopy
 from infinity.runtime import Runtime
 from storage.types import Priority, Ticket, TrafficTag

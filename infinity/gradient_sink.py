@@ -89,16 +89,19 @@ class GradientSink:
         Args:
             is_final: nothing more will come of this backward.
         """
-        arrived = [(n, p) for n, p in enumerate(group.parameters) if fresh_grad(p) is not None]
-        if not arrived:
-            return False
-        for number, parameter in arrived:
+        arrived = []
+        for number, parameter in enumerate(group.parameters):
             grad = fresh_grad(parameter)
-            if grad is not None and grad.layout is not torch.strided:
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
                 raise UnsupportedModelError(
                     f"parameter {group.layout.slots[number].name!r} has a sparse gradient; build its module with "
                     "sparse=False"
                 )
+            arrived.append((number, parameter))
+        if not arrived:
+            return False
         self._take_down(group, arrived, is_final=is_final)
         self._blocks.free_left()
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -36,6 +37,8 @@ class IoLoop:
         self._executor = ThreadPoolExecutor(thread_name_prefix="infinity-io-executor")  # starts threads when used
         self._loop.set_default_executor(self._executor)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._messages: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._is_woken = False  # a wake-up is on its way, and finds what has been posted by then
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
         self._closing = threading.RLock()  # nothing is handed over behind the end; finalizers may post while posting
@@ -54,7 +57,12 @@ class IoLoop:
         with self._closing:
             if self._closed:
                 raise ClosedError("the I/O loop is closed: its engine has been closed")
-            self._loop.call_soon_threadsafe(function, *args)
+            # Waking a loop is a system call, in which the caller gives up the interpreter's lock: once for all that
+            # is posted before the loop comes to it.
+            self._messages.append((function, args))
+            if not self._is_woken:
+                self._is_woken = True
+                self._loop.call_soon_threadsafe(self._run_messages)
 
     def submit(self, coroutine: Coroutine[Any, Any, Any], label: str) -> Ticket:
         """Run a coroutine on the loop; the ticket completes with it and carries its exception.
@@ -83,6 +91,15 @@ class IoLoop:
             return
         self._cancel_all()
         self._loop.close()
+
+    def _run_messages(self) -> None:
+        self._is_woken = False  # before the first message is taken: what comes from now on wakes the loop again
+        while self._messages:
+            function, args = self._messages.popleft()
+            try:
+                function(*args)
+            except Exception as error:
+                self._loop.call_exception_handler({"message": f"message {function!r} failed", "exception": error})
 
     def _start(self, coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:
         task = self._loop.create_task(complete(coroutine, ticket))

@@ -24,8 +24,8 @@ from infinity.exchange import ParameterExchange
 from infinity.groups import FlatGroup
 from infinity.lockstep import Want
 from infinity.observe.stalls import StallCause
+from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import Hyper
-from infinity.optim.pipeline import GroupUpdate
 from infinity.optim.taking import take_optimizer
 from infinity.rank_gradients import RankGradientSink
 from infinity.runtime import Runtime

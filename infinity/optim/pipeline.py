@@ -22,65 +22,20 @@ from functools import partial
 
 import torch
 
-from infinity.gradients import GroupGradient
-from infinity.optim.hyper import Hyper, Kernel, Piece
-from infinity.optim.records import GroupState, Record
+from infinity.groups import FlatGroup
+from infinity.optim.group_update import ChunkBuffers, ChunkRun, CountDown, GroupUpdate
+from infinity.optim.hyper import Kernel
+from infinity.optim.records import Record
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
 from storage.errors import ClosedError, IoTimeoutError
-from storage.pool import HostPool, Lease
+from storage.pool import HostPool
 from storage.types import Ticket, TrafficTag
 
+_MERGED_NBYTES = 1 << 20  # parameters of a group up to this size are written together: one block, one system call
 FORCED_STEP = -3  # the step that reads for forced updates belong to
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledPieces:
-    """Pieces of one chunk whose gradients are multiplied by the same clip coefficient (None: by none)."""
-
-    grad_scale: torch.Tensor | None
-    pieces: list[Piece]
-
-
-@dataclass(slots=True, eq=False)
-class GroupUpdate:
-    """One optimizer update of one group.
-
-    Attributes:
-        gradient: the group's gradient; released when every chunk has used it.
-        hypers: per slot, the hyperparameters; None leaves the slot untouched (no gradient, or not optimized).
-        steps: per slot, the 1-based number of this update.
-        grad_scales: per slot, the clip coefficient, a 0-dim fp32 tensor, or None.
-        computed: completes when the new values are final in memory.
-        written: completes when the swap file holds them.
-        is_forced: it was deferred and ran before a forward used the group; the read of the shard belongs to no step.
-    """
-
-    state: GroupState
-    copy: HostCopy
-    gradient: GroupGradient
-    hypers: Sequence[Hyper | None]
-    steps: Sequence[int]
-    grad_scales: Sequence[torch.Tensor | None]
-    step: int
-    computed: Ticket
-    written: Ticket
-    is_forced: bool = False
-
-    def pieces(self, record: Record) -> list[ScaledPieces]:
-        """What the kernel works on in one chunk; empty when no slot of it is updated."""
-        found: dict[int, ScaledPieces] = {}
-        for part in record.chunk.pieces:
-            hyper = self.hypers[part.slot]
-            if hyper is not None:
-                scale = self.grad_scales[part.slot]
-                scaled = found.setdefault(id(scale), ScaledPieces(scale, []))
-                first = record.chunk.start + part.start - self.state.group.layout.slots[part.slot].offset
-                seed = self.state.seeds[part.slot]
-                scaled.pieces.append(Piece(part.start, part.stop, self.steps[part.slot], hyper, first, seed))
-        return list(found.values())
 
 
 class UpdatePipeline:
@@ -150,12 +105,14 @@ class UpdatePipeline:
     async def _run(self, update: GroupUpdate) -> None:
         try:
             copy = await self._take_copy(update)
-            runs = [_ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
-            remaining = _CountDown(len(runs), lambda: self._computed(update, copy))
+            runs = [ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
+            writes: list[Ticket] = []
+            remaining = CountDown(len(runs), lambda: self._computed(update, copy, runs, writes))
             tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining)) for run in runs]
             if tasks:
                 await asyncio.wait(tasks)
             errors = [error for task in tasks if (error := task.exception()) is not None]
+            errors += [error for ticket in writes if (error := await _outcome(ticket)) is not None]
             if errors:
                 raise errors[0]
             update.gradient.release()
@@ -181,9 +138,9 @@ class UpdatePipeline:
         return None
 
     async def _update_chunk(
-        self, update: GroupUpdate, run: _ChunkRun, copy: HostCopy | None, remaining: _CountDown
+        self, update: GroupUpdate, run: ChunkRun, copy: HostCopy | None, remaining: CountDown
     ) -> None:
-        buffers = _ChunkBuffers(update, run.record, copy)
+        buffers = ChunkBuffers(update, run.record, copy)
         with ExitStack() as held:
             if buffers.nbytes:
                 owner = run.record.key
@@ -198,7 +155,7 @@ class UpdatePipeline:
             remaining.one_done()
             await written
 
-    async def _read(self, update: GroupUpdate, record: Record, buffers: _ChunkBuffers) -> None:
+    async def _read(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> None:
         store, chunk, group = self._store, record.chunk, update.state.group
         tickets = []
         if store is not None and buffers.has_record and record.is_initialised:
@@ -221,7 +178,7 @@ class UpdatePipeline:
         # All of them, also when one fails: the memory is given back then, and nothing may be filling it any more.
         await Ticket.all_of(tickets, record.key)
 
-    def _compute(self, update: GroupUpdate, run: _ChunkRun, buffers: _ChunkBuffers) -> None:
+    def _compute(self, update: GroupUpdate, run: ChunkRun, buffers: ChunkBuffers) -> None:
         """On the optimizer worker: one kernel call for one chunk."""
         self._wait_gradient(update)
         started_s = time.perf_counter()
@@ -259,31 +216,52 @@ class UpdatePipeline:
                     "nvme.io_timeout_s"
                 ) from error
 
-    def _write(self, update: GroupUpdate, record: Record, buffers: _ChunkBuffers) -> Ticket:
+    def _write(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> Ticket:
         store, chunk, group = self._store, record.chunk, update.state.group
         tickets = []
         if store is not None and record.is_stored:
             tag = TrafficTag("state", update.step)
             memory = record.lease.memory if record.lease is not None else buffers.record
             tickets.append(store.submit_write(record.key, memory, tag=tag, payload_nbytes=record.payload_nbytes))
-        if store is not None and update.copy.is_stored:
-            size = group.shard_dtype.itemsize
+        if store is not None and update.copy.is_stored and (buffers.has_param or not _is_small(group)):
             place = group.in_shard(chunk)
-            memory = buffers.param if buffers.has_param else update.copy.memory[place.start * size : place.stop * size]
-            tickets.append(
-                store.submit_write(
-                    group.key,
-                    memory,
-                    offset=group.in_shard(chunk).start * size,
-                    tag=TrafficTag("param", update.step),
-                    payload_nbytes=chunk.payload_numel * size,
-                )
-            )
+            param = buffers.param if buffers.has_param else None
+            tickets.append(self._write_params(store, update, place, chunk.payload_numel, param))
         return Ticket.all_of(tickets, record.key)
 
-    def _computed(self, update: GroupUpdate, copy: HostCopy | None) -> None:
+    def _write_params(
+        self, store: ShardIo, update: GroupUpdate, place: slice, payload_numel: int, memory: memoryview | None = None
+    ) -> Ticket:
+        """Write a part of the shard, from `memory` or from the host copy."""
+        size, start = update.state.group.shard_dtype.itemsize, place.start
+        return store.submit_write(
+            update.state.group.key,
+            update.copy.memory[start * size : place.stop * size] if memory is None else memory,
+            offset=start * size,
+            tag=TrafficTag("param", update.step),
+            payload_nbytes=payload_numel * size,
+        )
+
+    def _write_small(self, update: GroupUpdate, runs: Sequence[ChunkRun]) -> list[Ticket]:
+        """Write what chunks have changed in the copy of a small group: neighbours in one go."""
+        store, group = self._store, update.state.group
+        if store is None or not update.copy.is_stored or not _is_small(group):
+            return []
+        spans: list[tuple[slice, int]] = []
+        for chunk in (run.record.chunk for run in runs):
+            place, payload_numel = group.in_shard(chunk), chunk.payload_numel
+            if spans and spans[-1][0].stop == place.start:
+                before, numel = spans.pop()
+                place, payload_numel = slice(before.start, place.stop), numel + payload_numel
+            spans.append((place, payload_numel))
+        return [self._write_params(store, update, place, payload_numel) for place, payload_numel in spans]
+
+    def _computed(
+        self, update: GroupUpdate, copy: HostCopy | None, runs: Sequence[ChunkRun], writes: list[Ticket]
+    ) -> None:
         """Every kernel of the update has run and every write is submitted: later reads see the new bytes."""
         if copy is not None:
+            writes += self._write_small(update, runs)
             copy.updated(update.written)
         update.computed.set_done()
         self._read_ahead.advance()
@@ -315,54 +293,14 @@ class _Deferred:
         self.pipeline.fail(self.update, error)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChunkRun:
-    record: Record
-    parts: Sequence[ScaledPieces]
+def _is_small(group: FlatGroup) -> bool:
+    return group.shard_nbytes <= _MERGED_NBYTES
 
 
-class _CountDown:
-    """Calls `then` when `one_done` has been called as often as there are runs."""
-
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._count = count
-        self._then = then
-        if count == 0:
-            then()
-
-    def one_done(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._then()
-
-
-class _ChunkBuffers:
-    """One chunk's transit buffer: what of record, parameters and gradient is not in host memory already."""
-
-    def __init__(self, update: GroupUpdate, record: Record, copy: HostCopy | None) -> None:
-        numel = record.chunk.numel
-        self.has_record = record.lease is None and record.nbytes > 0
-        self.has_param = copy is None
-        self.has_grad = update.gradient.is_spilled
-        self._record_nbytes = record.nbytes if self.has_record else 0
-        self._param_nbytes = numel * update.state.group.shard_dtype.itemsize if self.has_param else 0
-        self._grad_nbytes = numel * torch.float32.itemsize if self.has_grad else 0
-        self.nbytes = self._record_nbytes + self._param_nbytes + self._grad_nbytes
-        self.lease: Lease | None = None
-
-    def _part(self, start: int, nbytes: int) -> memoryview:
-        if self.lease is None:
-            return memoryview(bytearray())
-        return self.lease.memory[start : start + nbytes]
-
-    @property
-    def record(self) -> memoryview:
-        return self._part(0, self._record_nbytes)
-
-    @property
-    def param(self) -> memoryview:
-        return self._part(self._record_nbytes, self._param_nbytes)
-
-    @property
-    def grad(self) -> memoryview:
-        return self._part(self._record_nbytes + self._param_nbytes, self._grad_nbytes)
+async def _outcome(ticket: Ticket) -> Exception | None:
+    """What went wrong with a transfer, when it is over."""
+    try:
+        await ticket
+    except Exception as error:
+        return error
+    return None

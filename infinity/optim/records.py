@@ -45,19 +45,17 @@ class Record:
     lease: Lease | None = None
     is_initialised: bool = False
     is_durable: bool = False
+    nbytes: int = field(init=False)
+    payload_nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = record_nbytes(self.chunk, self.fields)
+        self.payload_nbytes = record_payload_nbytes(self.chunk, self.fields)
 
     @property
     def is_stored(self) -> bool:
         """Whether the swap files hold it."""
         return self.nbytes > 0 and (self.lease is None or self.is_durable)
-
-    @property
-    def nbytes(self) -> int:
-        return record_nbytes(self.chunk, self.fields)
-
-    @property
-    def payload_nbytes(self) -> int:
-        return record_payload_nbytes(self.chunk, self.fields)
 
     def views(self, memory: memoryview) -> list[torch.Tensor]:
         """The fields as 1-D tensors over `memory`, in order."""

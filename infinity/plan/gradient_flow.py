@@ -6,8 +6,8 @@ from infinity.config import Schedule
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause
+from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import AdamWHyper
-from infinity.optim.pipeline import GroupUpdate
 from infinity.plan.device_memory import DeviceMemory
 from infinity.plan.machinery import Machinery
 from infinity.plan.scenario import Scenario

@@ -117,7 +117,7 @@ def test_a_message_that_raises_is_logged_and_the_next_ones_run(
         io.post(seen.append, 1)
         settle(io)
     assert seen == [1]
-    assert "Exception in callback" in caplog.text
+    assert "fail at" in caplog.text
     assert "ValueError: a bug" in caplog.text
 
 
@@ -133,6 +133,39 @@ def test_failures_that_no_ticket_carries_are_reported() -> None:
     settle(io)
     io.close()
     assert [str(error) for error in failures] == ["a bug"]
+
+
+def test_messages_posted_while_the_loop_is_busy_wake_it_once(io: IoLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wake-up is a system call in which the poster gives up the interpreter's lock."""
+    wakes: list[object] = []
+    wake = io.loop.call_soon_threadsafe
+
+    def counted(*args: object) -> object:
+        wakes.append(args)
+        return wake(*args)  # type: ignore[arg-type]
+
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def busy() -> None:
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    io.post(busy)
+    assert begun.wait(WAIT_S)
+    monkeypatch.setattr(io.loop, "call_soon_threadsafe", counted)
+    seen: list[int] = []
+
+    async def submitted() -> None:
+        seen.append(100)
+
+    for number in range(50):
+        io.post(seen.append, number)
+    ticket = io.submit(submitted(), "in its place")
+    goes_on.set()
+    settle(io)
+    assert ticket.wait(WAIT_S)
+    assert seen == [*range(50), 100]
+    assert len(wakes) <= 3  # of the messages, and of `settle`
 
 
 # The end ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from infinity.demand import Request
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
 from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import AdamWHyper, Piece, StateField
-from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import Access, AccessOrder, Mode, Phase
 from infinity.placement import Placement, make_placement

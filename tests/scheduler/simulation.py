@@ -18,8 +18,9 @@ from torch import nn
 from infinity.gradients import GroupGradient, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import AdamWHyper, Piece, StateField
-from infinity.optim.pipeline import GroupUpdate, UpdatePipeline
+from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import Access, AccessOrder, Mode, Phase
 from infinity.readahead import ReadAhead
