@@ -20,8 +20,8 @@ class StorageError(Exception):
     """Base of every error the storage layer raises on purpose."""
 
 
-class IoError(StorageError, OSError):
-    """A transfer failed.
+class _LocatedError(StorageError):
+    """Of a span of a file.
 
     Attributes:
         path: file of the transfer, or "".
@@ -29,8 +29,6 @@ class IoError(StorageError, OSError):
         errno: the system's error number, or None.
         key: whose bytes they are, or "".
     """
-
-    verb = "transfer"
 
     def __init__(
         self,
@@ -42,16 +40,26 @@ class IoError(StorageError, OSError):
         errno: int | None = None,
         key: str = "",
     ) -> None:
-        if not message:
-            name = errno_names.errorcode.get(errno or 0, "?")
-            reason = "unknown error" if errno is None else f"{os.strerror(errno)} ({name})"
-            message = f"{self.verb} of {nbytes} bytes at offset {offset} of {path} for {key!r} failed: {reason}"
         super().__init__(message)
         self.path = path
         self.offset = offset
         self.nbytes = nbytes
-        self.errno = errno
+        self.errno = errno  # after OSError's initialiser, which sets it too
         self.key = key
+
+
+class IoError(_LocatedError, OSError):
+    """A transfer failed."""
+
+    verb = "transfer"
+
+    def __str__(self) -> str:
+        if message := str(self.args[0]):
+            return message
+        name = errno_names.errorcode.get(self.errno or 0, "?")
+        reason = "unknown error" if self.errno is None else f"{os.strerror(self.errno)} ({name})"
+        where = f"{self.nbytes} bytes at offset {self.offset} of {self.path}"
+        return f"{self.verb} of {where} for {self.key!r} failed: {reason}"
 
 
 class ReadError(IoError):
@@ -80,40 +88,18 @@ class CapacityError(StorageError):
     """There is not enough room. Says what is needed and what there is."""
 
 
-class SwapFullError(CapacityError):
-    """The disk or the swap file cannot hold what is asked for.
-
-    Attributes:
-        path, offset, nbytes, errno, key: of the write that found no room, as in IoError; unset when space was reserved.
-    """
-
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        path: str = "",
-        offset: int = -1,
-        nbytes: int = -1,
-        errno: int | None = None,
-        key: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.path = path
-        self.offset = offset
-        self.nbytes = nbytes
-        self.errno = errno
-        self.key = key
+class SwapFullError(_LocatedError, CapacityError):
+    """The disk or the swap file cannot hold what is asked for. Where, is unset when space was reserved."""
 
 
 class PoolExhaustedError(CapacityError):
     """The host memory pool cannot hold another lease."""
 
 
-class IntegrityError(StorageError):
+class IntegrityError(_LocatedError):
     """Stored data is not what was written, or a manifest cannot be read. Nothing was changed or thrown away.
 
     Attributes:
-        path, offset, nbytes, key: where the damage is, as in IoError.
         generation: of the key's content, counted by its writes or, in a versioned store, by commits; -1 if unknown.
     """
 
@@ -127,11 +113,7 @@ class IntegrityError(StorageError):
         key: str = "",
         generation: int = -1,
     ) -> None:
-        super().__init__(message)
-        self.path = path
-        self.offset = offset
-        self.nbytes = nbytes
-        self.key = key
+        super().__init__(message, path=path, offset=offset, nbytes=nbytes, key=key)
         self.generation = generation
 
 

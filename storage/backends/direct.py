@@ -81,20 +81,20 @@ class DirectBackend:
         began_s = time.thread_time()
         while (block := queue.take(seat)) is not None:
             weight = _weight(block, cost.operations)
+            now_s = time.thread_time() if weight else 0.0
             if weight:
-                cost.python_s = max(0.0, time.thread_time() - began_s - cost.system_s - cost.check_s)
-            error = self._serve_block(block, cost, weight)
+                cost.python_s = max(0.0, now_s - began_s - cost.system_s - cost.check_s)
+            error = self._serve_block(block, cost, weight, now_s)
             cost.operations += 1
             transfer = block[0]
             if queue.block_done(transfer, error, seat):
                 transfer.complete()
             del block, transfer, error  # an idle worker keeps nobody's memory alive
 
-    def _serve_block(self, block: Block, cost: IoCost, weight: int) -> BaseException | None:
+    def _serve_block(self, block: Block, cost: IoCost, weight: int, began_s: float) -> BaseException | None:
         """Move a block and have it checked; what went wrong. Measured, and counted `weight` times, unless that is 0."""
         transfer, start, stop = block
         request = transfer.request
-        began_s = time.thread_time() if weight else 0.0
         check_s = 0.0
         error: BaseException | None = None
         try:

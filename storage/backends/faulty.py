@@ -21,9 +21,9 @@ from enum import Enum
 
 from storage.align import PAGE_NBYTES, align_down
 from storage.backends.base import Backend
-from storage.backends.cost import IoCost
 from storage.backends.system import io_error, short_error
 from storage.backends.throttled import Clock, SystemClock
+from storage.backends.wrapper import BackendWrapper
 from storage.errors import ClosedError
 from storage.types import IoRequest, Op, Ticket
 
@@ -77,7 +77,7 @@ class Injection:
         return True
 
 
-class FaultyBackend:
+class FaultyBackend(BackendWrapper):
     """Passes transfers on to `inner`, except those a fault was injected for. Thread safe; closes `inner`.
 
     Args:
@@ -86,7 +86,7 @@ class FaultyBackend:
     """
 
     def __init__(self, inner: Backend, clock: Clock | None = None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._clock = clock or SystemClock()
         self._injections: list[Injection] = []
         self._stuck: list[IoRequest] = []
@@ -98,21 +98,6 @@ class FaultyBackend:
     @property
     def name(self) -> str:
         return f"faulty {self._inner.name}"
-
-    @property
-    def progress(self) -> int:
-        return self._inner.progress
-
-    @property
-    def opens_direct(self) -> bool:
-        return self._inner.opens_direct
-
-    @property
-    def cost(self) -> IoCost:
-        return self._inner.cost
-
-    def promote(self, key: str) -> None:
-        self._inner.promote(key)
 
     def inject(
         self,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from storage.backends.base import Backend
-from storage.backends.cost import IoCost
+from storage.backends.wrapper import BackendWrapper
 from storage.types import IoRequest
 
 _HEADER = "fio version 3 iolog"
@@ -69,38 +69,13 @@ class IoLog:
                     file.write(f"{now_us} {name} close\n")
 
 
-class RecordingBackend:
+class RecordingBackend(BackendWrapper):
     """Passes everything on to `inner`, and notes what is submitted. Closes `inner`."""
 
     def __init__(self, inner: Backend, log: IoLog) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._log = log
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def progress(self) -> int:
-        return self._inner.progress
-
-    @property
-    def opens_direct(self) -> bool:
-        return self._inner.opens_direct
-
-    @property
-    def cost(self) -> IoCost:
-        return self._inner.cost
 
     def submit(self, request: IoRequest) -> None:
         self._log.add(request)
         self._inner.submit(request)
-
-    def promote(self, key: str) -> None:
-        self._inner.promote(key)
-
-    def in_flight(self) -> list[IoRequest]:
-        return self._inner.in_flight()
-
-    def close(self) -> None:
-        self._inner.close()

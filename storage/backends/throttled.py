@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from storage.backends.base import Backend
-from storage.backends.cost import IoCost
+from storage.backends.wrapper import BackendWrapper
 from storage.errors import ClosedError
 from storage.types import IoRequest, Op, Priority
 
@@ -63,29 +63,17 @@ class Throttle:
         return self.read_nbytes_per_s if op is Op.READ else self.write_nbytes_per_s
 
 
-class ThrottledBackend:
+class ThrottledBackend(BackendWrapper):
     """Passes transfers on to `inner` when the modelled drive would have finished them. Thread safe; closes `inner`."""
 
     def __init__(self, inner: Backend, throttle: Throttle, clock: Clock | None = None) -> None:
-        self._inner = inner
+        super().__init__(inner)
         clock = clock or SystemClock()
         self._channels = {op: _Channel(inner, throttle, op, clock) for op in Op}
 
     @property
     def name(self) -> str:
         return f"throttled {self._inner.name}"
-
-    @property
-    def progress(self) -> int:
-        return self._inner.progress
-
-    @property
-    def opens_direct(self) -> bool:
-        return self._inner.opens_direct
-
-    @property
-    def cost(self) -> IoCost:
-        return self._inner.cost
 
     def promote(self, key: str) -> None:
         for channel in self._channels.values():

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from storage.errors import SwapFullError
+from storage.errors import StorageError, SwapFullError
 from storage.health import DriveState
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
@@ -136,6 +136,34 @@ def versioned(paths: list[Path], pool: HostPool, warnings: Warnings) -> None:
     assert f"{paths[1] / 'versioned-rank0'} takes no new bytes" in line, line
     store.close()
     store = VersionedStore.open(paths, 0, options=_OPTIONS)
+    with filled(pool, 4 * MIB, 2) as expected, pool.lease(4 * MIB, "read") as target:
+        finish(store.submit_read("a", target.memory, tag=TAG))
+        assert target.memory == expected.memory
+    store.close()
+
+
+def versioned_completely_full(paths: list[Path], pool: HostPool, warnings: Warnings) -> None:
+    """Nothing is left for the manifest in the middle of a run: the commit fails, and succeeds when there is room."""
+    store = VersionedStore.open(paths[:1], 8 * MIB, options=_OPTIONS)
+    store.create("a", 4 * MIB)
+    write_and_read(store, pool, ["a"], 1)
+    store.commit(1)
+    others = fill(paths[0])
+    write_and_read(store, pool, ["a"], 2)  # what was reserved can be written to
+    notes = {"large": bytes(MIB)}
+    try:
+        store.commit(2, notes=notes)
+    except StorageError as error:
+        for word in ("generation 2 could not be committed", "disk", "full", "free space", "commit again"):
+            assert word in str(error), error
+    else:
+        raise AssertionError("there was room")
+    assert (store.generation, store.step) == (1, 1)
+    others.unlink()
+    assert store.commit(2, notes=notes) == 2
+    store.close()
+    store = VersionedStore.open(paths[:1], 0, options=_OPTIONS)
+    assert (store.step, store.notes()) == (2, notes)
     with filled(pool, 4 * MIB, 2) as expected, pool.lease(4 * MIB, "read") as target:
         finish(store.submit_read("a", target.memory, tag=TAG))
         assert target.memory == expected.memory

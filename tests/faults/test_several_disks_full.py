@@ -35,7 +35,10 @@ def can_mount(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.usefixtures("can_mount")
-@pytest.mark.parametrize("case", ["opening", "opening_completely_full", "growing", "nowhere", "versioned"])
+@pytest.mark.parametrize(
+    "case",
+    ["opening", "opening_completely_full", "growing", "nowhere", "versioned", "versioned_completely_full"],
+)
 def test_full_disks(tmp_path: Path, case: str) -> None:
     ended = _in_namespace(sys.executable, "-m", "tests.faults.several_disks", case, str(tmp_path))
     assert ended.returncode == 0, ended.stderr

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from storage.backends.base import Backend
-from storage.backends.cost import IoCost
+from storage.backends.wrapper import BackendWrapper
 from storage.errors import ClosedError
 from storage.pool import HostPool, Lease
 from storage.types import IoRequest, Op, Priority, Ticket, TrafficTag
@@ -51,29 +51,17 @@ def request(
     return IoRequest(op=op, fd=fd, path="file", offset=offset, memory=memory, priority=priority, key="key")
 
 
-class HeldBackend:
+class HeldBackend(BackendWrapper):
     """Keeps what is submitted until the test lets it go on to the wrapped backend."""
 
     def __init__(self, inner: Backend) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.held: list[IoRequest] = []
         self.promoted: list[str] = []
         self._is_closed = False
         self._arrived = threading.Condition()
 
     name = "held"
-
-    @property
-    def progress(self) -> int:
-        return self._inner.progress
-
-    @property
-    def opens_direct(self) -> bool:
-        return self._inner.opens_direct
-
-    @property
-    def cost(self) -> IoCost:
-        return self._inner.cost
 
     def promote(self, key: str) -> None:
         self.promoted.append(key)

@@ -44,11 +44,11 @@ def turn(store: ShardStore, memory: memoryview, number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["direct", "buffered", "versioned"])
+@pytest.mark.parametrize("kind", ["direct", "aio", "buffered", "versioned"])
 def test_a_hundred_thousand_operations(
     request: pytest.FixtureRequest, tmp_path: Path, pool: HostPool, kind: str
 ) -> None:
-    if kind == "direct":
+    if kind in ("direct", "aio"):
         request.getfixturevalue("can_direct")
     store: ShardStore
     if kind == "versioned":
