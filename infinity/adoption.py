@@ -183,7 +183,7 @@ def _loads(runtime: Runtime, groups: Sequence[FlatGroup], origins: _Origins) -> 
             yield Load((before.group.index, before.slot, _PARAM), before.group.shard_dtype, place.numel)
             if group.trainable and _steps_of(runtime, before):
                 for field in runtime.kernel.fields:
-                    yield Load((before.group.index, before.slot, field.name), field.dtype, place.numel)
+                    yield Load((before.group.index, before.slot, field.name), field.dtype, field.numel(place.numel))
 
 
 def _steps_of(runtime: Runtime, ref: ParameterRef) -> int:
@@ -196,11 +196,13 @@ def _save(runtime: Runtime, carry: Carry) -> None:
         for group in runtime.groups:
             for span in tiers.spans(group):
                 values = tiers.read(span)
-                tensors = {_PARAM: values.param, **values.state}
                 for slot, first, last, start in span.pieces():
-                    for kind, tensor in tensors.items():
-                        if (group.index, slot, kind) in carry:
-                            carry.write((group.index, slot, kind), start, tensor[first:last])
+                    if (group.index, slot, _PARAM) in carry:
+                        carry.write((group.index, slot, _PARAM), start, values.param[first:last])
+                    for field in runtime.kernel.fields:
+                        if (group.index, slot, field.name) in carry:
+                            mine = values.state[field.name][first // field.block_numel : field.numel(last)]
+                            carry.write((group.index, slot, field.name), start // field.block_numel, mine)
 
 
 def _fill(runtime: Runtime, origins: _Origins, steps: Mapping[int, Sequence[int]], carry: Carry) -> None:
@@ -243,8 +245,9 @@ def _fill_span(
         for slot, first, last, start in span.pieces():
             before = befores[slot]
             if before is not None and steps[slot]:
-                for name, tensor in values.state.items():
-                    carry.read((before.group.index, before.slot, name), start, tensor[first:last])
+                for field in runtime.kernel.fields:
+                    mine = values.state[field.name][first // field.block_numel : field.numel(last)]
+                    carry.read((before.group.index, before.slot, field.name), start // field.block_numel, mine)
     tiers.write(values, state=has_state)
 
 

@@ -186,13 +186,17 @@ def test_a_model_with_a_frozen_part_is_unfrozen(offload: MakeEngine) -> None:
     assert engine.plan.trainable_parameters == engine.plan.parameters - 37
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_narrow_precisions_keep_their_master(offload: MakeEngine, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "state_format": "int8"}],
+    ids=str,
+)
+def test_narrow_formats_keep_their_bits(offload: MakeEngine, settings: dict[str, str]) -> None:
     """A block is put in and taken out again: the rest goes on as if nothing had happened, bit for bit."""
 
     def run(is_changed: bool) -> tuple[list[float], dict[str, Tensor]]:
         model: Any = build(Net)
-        engine = offload(model, precision=precision)
+        engine = offload(model, **settings)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         losses = [_train(model, optimizer, step) for step in range(2)]
         if is_changed:
