@@ -41,6 +41,7 @@ class UnitEvents(Protocol):
     def behind_backward(self, run: Run) -> None: ...
     def enter_forward(self) -> None: ...
     def leave_forward(self, output: Any) -> Any: ...
+    def join_backward(self) -> None: ...
     def end_backward(self) -> None: ...
 
 
@@ -231,6 +232,17 @@ def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
             state_dict[prefix + name] = value.clone()
 
 
+def _watch_gradients(unit: Unit, events: UnitEvents) -> list[RemovableHandle]:
+    """Parameters that are always there have no run that a backward begins with: it is noticed by what it gives them."""
+    arrived = _uncompiled(lambda parameter: events.join_backward())
+    register = nn.Parameter.register_post_accumulate_grad_hook  # torch's own, not that of an offloaded parameter
+    return [
+        register(parameter, arrived)  # type: ignore[no-untyped-call]
+        for group in unit.trainable()
+        for parameter in group.parameters
+    ]
+
+
 def install(
     model: nn.Module, units: Sequence[Unit], events: UnitEvents, *, micro_batches: int = 1
 ) -> list[RemovableHandle]:
@@ -244,7 +256,9 @@ def install(
     chosen = sliced_units(units) if micro_batches > 1 else set()
     slices = {unit.index: UnitSlices(unit, shared) for unit in units if unit.index in chosen}
     for unit in units:
-        if not unit.resident:
+        if unit.resident:
+            handles += _watch_gradients(unit, events)
+        else:
             handles += UnitHooks(unit, events, slices.get(unit.index)).install()
     owners = {id(module): module for unit in units for module in unit.module.modules()}
     for module in owners.values():

@@ -141,10 +141,14 @@ class Iteration:
     def behind_backward(self, run: Run) -> None:
         self._runs.pass_by(run)
 
-    def _begin_run(self, run: Run, versions: Sequence[int]) -> None:
+    def join_backward(self) -> None:
+        """A backward reaches parameters of this engine. Idempotent."""
         self._tasks.join()
         _refuse_create_graph()
         self._updates.check_backward()
+
+    def _begin_run(self, run: Run, versions: Sequence[int]) -> None:
+        self.join_backward()
         self._runs.begin(run)
         unit = run.unit
         self._refuse_stale(unit.groups, versions)
@@ -271,9 +275,7 @@ class Iteration:
                 self._record(Access(phase, self._unit_of[group.index]))
 
     def _pre_backward_on_use(self, groups: Sequence[FlatGroup], versions: Sequence[int]) -> None:
-        self._tasks.join()
-        _refuse_create_graph()
-        self._updates.check_backward()
+        self.join_backward()
         self._refuse_stale(groups, versions)
         self._gather_on_use(groups)
         self._expect_gradients(groups)
