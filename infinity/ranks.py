@@ -111,6 +111,11 @@ def _grid(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> t
         rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
         return tuple(tuple(int(rank) for rank in row) for row in rows)
     if process_group is not None:
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ConfigError(
+                f"rank {dist.get_rank()} is not in the process group it was given: dist.new_group gives ranks outside of "
+                "the group a placeholder. Offload on its members only"
+            )
         return (tuple(dist.get_process_group_ranks(process_group)),)
     size, asked = dist.get_world_size(), _world_size(os.environ)
     if size == 1 and asked > 1:

@@ -138,6 +138,10 @@ def metrics_of(runtime: Runtime) -> dict[str, float]:
         runtime.device.traffic.h2d_nbytes,
         runtime.device.traffic.d2h_nbytes,
     )
+    if runtime.lockstep is not None:
+        flat["ranks/sent_bytes"] = runtime.lockstep.collectives.sent_nbytes
+        flat["ranks/received_bytes"] = runtime.lockstep.collectives.received_nbytes
+        flat["ranks/rounds"], flat["ranks/served"] = runtime.lockstep.rounds, runtime.lockstep.served
     for cause, seconds in runtime.stalls.seconds.items():
         flat[f"stall/{cause.value}_s"] = seconds
         flat[f"stall/{cause.value}_count"] = runtime.stalls.counts[cause]

@@ -18,7 +18,7 @@ from tests.ranks.jobs import (
     train_pipeline,
 )
 from tests.ranks.spawn import run_ranks, values
-from tests.ranks.training import Case, Outcome, assert_as_whole, assert_same_bits, train_whole
+from tests.ranks.training import STEPS, Case, Outcome, assert_as_whole, assert_same_bits, train_whole
 
 pytestmark = pytest.mark.timeout(200)  # every process imports torch
 _TIGHT = {"host": {"budget": "400KiB"}, "device": {"kind": "cpu", "budget": "1MiB"}}
@@ -106,6 +106,21 @@ def test_four_ranks_sharded_hybrid_and_in_groups(tmp_path: Path, stage: int) -> 
     held = [shares[0].metrics["pinned"] / shares[0].metrics["numel"] for shares in (everywhere, hybrid, half)]
     parameters = {1: (4, 4, 4), 2: (4, 4, 4), 3: (1, 2, 2)}[stage]  # bytes per parameter: whole, or a part
     assert held == [own + 8 / shards for own, shards in zip(parameters, (4, 2, 2), strict=True)]
+
+
+@pytest.mark.slow
+def test_ranks_together_move_the_state_once(tmp_path: Path) -> None:
+    """So each moves 1/N of it; between ranks goes what each lacks, in two gathers and one reduction per step."""
+    for size in (2, 4):
+        case = Case(settings=_TIGHT | {"host": {"budget": f"{200 * size}KiB"}})
+        shares = [outcomes[0] for outcomes in values(run_ranks(train_cases, size, tmp_path / str(size), [case]))]
+        whole = 8 * sum(value.numel() for value in shares[0].parameters.values())
+        for step in range(STEPS):
+            moved = [share.per_step[step]["nvme_write_bytes/state"] for share in shares]
+            assert all(share.metrics["swapped states"] == share.metrics["units"] for share in shares)
+            assert sum(moved) == whole
+        for share in shares:
+            assert share.metrics["received"] == STEPS * 3 * 4 * share.metrics["numel"] * (size - 1) / size
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         clip = case.max_norm if case.clip_in_optimizer else None
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=clip)
         outcome = Outcome([], [], {})
-        updated_early = 0
+        updated_early, before = 0, engine.metrics()
         for step in range(STEPS):
             for ids in _micro_batches(case, step):
                 loss = loss_of(model, ids.chunk(size)[rank])
@@ -85,7 +85,11 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         outcome.expected = [(form.read_nbytes, form.write_nbytes) for form in forms]
         outcome.metrics = engine.metrics()
         outcome.metrics["updated_early"] = updated_early
+        received = "ranks/received_bytes"
+        outcome.metrics["received"] = outcome.metrics.get(received, 0) - before.get(received, 0)
         outcome.metrics["numel"] = sum(group.layout.numel for group in engine._runtime.groups)
+        outcome.metrics["units"] = sum(not unit.resident for unit in engine._runtime.units)
+        outcome.metrics["swapped states"] = len(engine._runtime.states) - len(engine.plan.placement.pinned_states)
         outcome.metrics["pinned"] = engine.plan.placement.state_pinned_nbytes
         outcome.parameters = gathered_parameters(model)
     return outcome
