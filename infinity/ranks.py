@@ -113,8 +113,8 @@ def _grid(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> t
     if process_group is not None:
         if not isinstance(process_group, dist.ProcessGroup):
             raise ConfigError(
-                f"rank {dist.get_rank()} is not in the process group it was given: dist.new_group gives ranks outside of "
-                "the group a placeholder. Offload on its members only"
+                f"rank {dist.get_rank()} is not in the process group it was given: dist.new_group gives ranks outside "
+                "of the group a placeholder. Offload on its members only"
             )
         return (tuple(dist.get_process_group_ranks(process_group)),)
     size, asked = dist.get_world_size(), _world_size(os.environ)
