@@ -19,6 +19,7 @@ from infinity.adoption import adopt_changes
 from infinity.assemble import assemble
 from infinity.checkpoint.agreement import AllRanks
 from infinity.checkpoint.load import load_checkpoint
+from infinity.checkpoint.model_values import read_values, write_values
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
 from infinity.checkpoint.over_ranks import save_over_ranks
 from infinity.checkpoint.rng import restore_rng_state
@@ -29,7 +30,7 @@ from infinity.config import Config
 from infinity.durable.journal import Journal
 from infinity.durable.notes import StoredRun
 from infinity.durable.restore import find_run, restore, restore_shards
-from infinity.errors import ConfigError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.init import fill_shards, leave_uninitialised
@@ -145,6 +146,7 @@ class Engine:
         """
         self._check_open()
         self._accept_edits()
+        self._runtime.saver.wait()
         optimizer, before = self._updates.optimizer, self.traffic
         made = adopt_changes(self._runtime, self._updates, self._iteration, self)
         if made is None:
@@ -363,6 +365,26 @@ class Engine:
             steps = max((step for state in self._runtime.states.values() for step in state.steps), default=0)
             self._journal.replaced(steps, extra)
         return extra
+
+    def read_model_state(self) -> dict[str, torch.Tensor]:
+        """Called by `infinity.state_dicts`: copies of all parameters and persistent buffers."""
+        self._refuse_ranks()
+        self._accept_edits()
+        return read_values(self._runtime, self._updates)
+
+    def write_model_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Called by `infinity.state_dicts`: replaces all parameters and persistent buffers."""
+        self._refuse_ranks()
+        self._changed()
+        write_values(self._runtime, self._updates, self._iteration, state)
+
+    def _refuse_ranks(self) -> None:
+        self._check_open()
+        if self._runtime.lockstep is not None:
+            raise CheckpointError(
+                "several ranks share the model, and no rank holds all of it; use engine.save() and engine.load(). What "
+                "they write infinity.checkpoint.dcp_reader gives to other tools"
+            )
 
     def read_optimizer_state(self) -> SlotStates:
         """Called by the optimizer's `state_dict()`: copies of all moments."""

@@ -248,7 +248,8 @@ class Iteration:
             name = getattr(func, "__name__", str(func))
             raise NotGatheredError(
                 f"{name} on parameter {used[0].ref.name!r}, whose data is not here: it is offloaded and gathered only "
-                "while its module runs. Read or edit it inside `with infinity.gathered(module):`"
+                "while its module runs. Read or edit it inside `with infinity.gathered(module):`; for a state dict of "
+                "all parameters use infinity.state_dicts.get_model_state_dict(engine), for a checkpoint engine.save()"
             )
         groups = list({leaf.ref.group.index: leaf.ref.group for leaf in used}.values())
         self._gather_on_use(groups)

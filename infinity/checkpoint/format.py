@@ -118,7 +118,12 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of `checkpoint.json`. `rng` has the state of the generators of every rank that saved it."""
+    """The content of `checkpoint.json`.
+
+    Attributes:
+        rng: the state of the generators of every rank that saved it.
+        aliases: other names of parameters that are tied, and the name under which each is stored.
+    """
 
     step: int
     precision: str
@@ -127,6 +132,7 @@ class Index:
     rng: list[dict[str, Any]]
     files: dict[str, FileEntry]
     written_by: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
 
     def to_text(self) -> str:
         content = {"kind": _KIND, "version": VERSION, **asdict(self)}
@@ -199,6 +205,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
             rng=list(content["rng"]),
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
             written_by=content["written_by"],
+            aliases=content.get("aliases", {}),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise damaged(path, f"it does not have the expected content ({error!r})") from error

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -206,19 +206,26 @@ def _load_group(runtime: Runtime, tiers: Tiers, group: FlatGroup, checkpoint: Ch
             # State that is zero need not be written: records are born zero. Low halves are rarely all zero.
             used = any(steps[piece.slot] for piece in span.record.chunk.pieces)
             span.record.is_initialised = used or runtime.kernel.completes_master
-        _fill(values, checkpoint)
+        fill_parameters(values, checkpoint)
         if span.record is not None:
             _fill_moments(values, runtime.kernel, steps, checkpoint)
         tiers.write(values, state=span.record is not None and span.record.is_initialised)
     for span in tiers.copied_spans(group):
         values = tiers.blank(span)
-        _fill(values, checkpoint)
+        fill_parameters(values, checkpoint)
         tiers.write(values, state=False)
     if state is not None:
         state.steps[:] = steps
 
 
-def _fill(values: Values, checkpoint: CheckpointReader) -> None:
+class Source(Protocol):
+    """Gives elements of tensors by parameter name: a `CheckpointReader`."""
+
+    def read(self, name: str, kind: str, start: int, into: torch.Tensor) -> None: ...
+
+
+def fill_parameters(values: Values, source: Source) -> None:
+    """Make the parameters of a span those of a source, with the rest of their master."""
     span, group = values.span, values.span.group
     low, whole = values.state.get("low"), values.state.get("master")
     # See [Note: precisions meet in the master].
@@ -227,7 +234,7 @@ def _fill(values: Values, checkpoint: CheckpointReader) -> None:
     with torch.no_grad():
         for number, first, last, start in span.pieces():
             slot = group.layout.slots[number]
-            checkpoint.read(slot.name, PARAMETER, start, master[first:last])
+            source.read(slot.name, PARAMETER, start, master[first:last])
         if is_split:
             high, rest = split_master(master)
             values.param.copy_(high)

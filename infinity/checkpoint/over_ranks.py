@@ -19,7 +19,7 @@ from infinity.checkpoint.capture import capture_group
 from infinity.checkpoint.description import describe_model
 from infinity.checkpoint.folder import replaced_folder
 from infinity.checkpoint.format import INDEX_FILE, FileEntry, ParameterEntry, merged, parse_entry
-from infinity.checkpoint.parts import copy_buffers, optimizer_entries
+from infinity.checkpoint.parts import aliases_of, copy_buffers, optimizer_entries
 from infinity.checkpoint.pending import save_gradients
 from infinity.checkpoint.rng import rng_state
 from infinity.checkpoint.save import Beside, Small, finish_folder, note_in_series, settle_for_saving
@@ -69,6 +69,7 @@ def save_over_ranks(
                     step=max((step for state in runtime.states.values() for step in state.steps), default=0),
                     precision=runtime.config.precision.value,
                     parameters=merged([_entries(one) for one in said]),
+                    aliases=aliases_of(runtime.model),
                     descriptions=describe_model(runtime.model),
                 )
                 finish_folder(folder, small, _files(said))

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,12 @@ def optimizer_entries(optimizer: torch.optim.Optimizer, groups: Iterable[FlatGro
         names = [ref.name for ref in refs if ref is not None and id(ref.group) in mine]
         if len(names) != len(refs):
             raise ConfigError("the optimizer has parameters that are not offloaded by this engine; give its own")
-        settings = {key: _plain(key, value) for key, value in param_group.items() if key != "params"}
+        settings = {key: plain_setting(key, value) for key, value in param_group.items() if key != "params"}
         entries.append(OptimizerEntry(names, settings))
     return entries
 
 
-def _plain(key: str, value: object) -> object:
+def plain_setting(key: str, value: object) -> object:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     try:
@@ -151,6 +151,29 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def state_names(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Every name that `model.state_dict()` has, in its order, with the module and attribute behind it."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for attribute, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and attribute not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute
+
+
+def parameter_names(model: nn.Module) -> dict[str, str]:
+    """By name in `model.state_dict()`, the name of the offloaded parameter behind it; tied ones have several."""
+    found = {}
+    for name, module, attribute in state_names(model):
+        ref = ref_of(getattr(module, attribute)) if attribute in module._parameters else None
+        if ref is not None:
+            found[name] = ref.name
+    return found
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Other names of tied parameters, and the name that each has in checkpoints."""
+    return {name: owner for name, owner in parameter_names(model).items() if name != owner}
 
 
 # What the caller adds --------------------------------------------------------------------------------------------

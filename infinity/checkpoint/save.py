@@ -32,7 +32,14 @@ from infinity.checkpoint.format import (
     checksum_of_file,
     merged,
 )
-from infinity.checkpoint.parts import copy_buffers, optimizer_entries, pack_extra, save_buffers, write_synced
+from infinity.checkpoint.parts import (
+    aliases_of,
+    copy_buffers,
+    optimizer_entries,
+    pack_extra,
+    save_buffers,
+    write_synced,
+)
 from infinity.checkpoint.pending import save_gradients
 from infinity.checkpoint.rng import rng_state
 from infinity.checkpoint.saver import CapturedSave
@@ -83,6 +90,7 @@ class Small:
     parameters: Mapping[str, ParameterEntry]
     descriptions: Mapping[str, bytes]
     files: dict[str, FileEntry] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -127,6 +135,7 @@ def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> Captur
             parameters=parameters,
             descriptions=describe_model(runtime.model),
             files=pending,
+            aliases=aliases_of(runtime.model),
         )
         files = [file for file in files if file.parts]
         held = None
@@ -161,6 +170,7 @@ def finish_folder(folder: Path, small: Small, files: Mapping[str, FileEntry]) ->
         rng=small.rng,
         files={**files, **small.files, **others},
         written_by={"torch": str(torch.__version__)},
+        aliases=dict(small.aliases),
     )
     write_synced(folder / INDEX_FILE, index.to_text().encode())
 
