@@ -41,7 +41,7 @@ from infinity.released import Access
 from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
-from infinity.swap_files import open_log, speeds_to_start_with, storage_options
+from infinity.swap_files import open_log, speeds_to_start_with, storage_options, traced
 from storage.budget import TierBudget
 from storage.errors import SwapFullError
 from storage.pool import HostPool
@@ -101,7 +101,8 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     made: list[Runtime] = []
     stack.callback(_free_memory, made)
     stack.callback(plan.device.close)  # copies under way use the memory that is freed and unpinned next
-    store = _open_store(plan, states, stack)
+    trace = Trace()
+    store = _open_store(plan, states, trace, stack)
     failure = Failure()
     commit_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-commit")  # starts with its first task
     stack.callback(commit_thread.shutdown)
@@ -113,7 +114,7 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     stack.callback(worker.shutdown)
     budgets, copies = _budgets(plan), _copies(plan)
     threads = (commit_thread, save_thread)
-    resources = _Resources(pool, store, io, worker, states, budgets, copies, Trace(), failure, *threads)
+    resources = _Resources(pool, store, io, worker, states, budgets, copies, trace, failure, *threads)
     runtime = _connect(plan, resources)
     made.append(runtime)
     _pin_states(runtime)
@@ -301,9 +302,7 @@ def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
 def _copies(plan: Blueprint) -> list[HostCopy]:
     placement = plan.placement
     copies = [
-        HostCopy(
-            group, pinned=group.index in placement.pinned_params, is_stored=placement.stores_param(group.index)
-        )
+        HostCopy(group, pinned=group.index in placement.pinned_params, is_stored=placement.stores_param(group.index))
         for group in plan.groups
     ]
     for copy in copies:
@@ -312,24 +311,22 @@ def _copies(plan: Blueprint) -> list[HostCopy]:
     return copies
 
 
-def _open_store(plan: Blueprint, states: dict[int, GroupState], stack: ExitStack) -> ShardStore | None:
+def _open_store(plan: Blueprint, states: dict[int, GroupState], trace: Trace, stack: ExitStack) -> ShardStore | None:
     nvme, placement = plan.config.nvme, plan.placement
     if not placement.nvme_nbytes:
         return None
     rank = _rank_of(plan)
     paths = stack.enter_context(swap_directories(nvme.paths, rank=rank))
-    log = open_log(nvme, rank, stack)
+    wrap = traced(trace, open_log(nvme, rank, stack))
     write_memory_nbytes = placement.pipeline_nbytes // len(paths)
     options = storage_options(nvme, write_memory_nbytes=write_memory_nbytes, files_nbytes=plan.nvme_budget_nbytes)
     speeds = speeds_to_start_with(nvme, paths)
     if placement.is_durable:
-        open_versioned = VersionedStore.open if log is None else partial(VersionedStore.open, wrap_backend=log.wrap)
-        versioned = open_versioned(paths, placement.nvme_nbytes, options=options, speeds=speeds)
+        versioned = VersionedStore.open(paths, placement.nvme_nbytes, options=options, speeds=speeds, wrap_backend=wrap)
         stack.callback(versioned.close)
         _create_durable(plan, states, versioned)
         return versioned
-    open_store = ShardStore.open if log is None else partial(ShardStore.open, wrap_backend=log.wrap)
-    store = open_store(paths, placement.nvme_nbytes, options=options, speeds=speeds)
+    store = ShardStore.open(paths, placement.nvme_nbytes, options=options, speeds=speeds, wrap_backend=wrap)
     stack.callback(store.close)
     for group in plan.groups:
         if placement.stores_param(group.index):

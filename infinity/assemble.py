@@ -137,9 +137,7 @@ def _local_size(collectives: Collectives | None) -> int:
     return collectives.local_size() if collectives is not None else 1
 
 
-def _with_ranks(
-    request: Request, config: Config, groups: Sequence[FlatGroup], collectives: Collectives
-) -> Request:
+def _with_ranks(request: Request, config: Config, groups: Sequence[FlatGroup], collectives: Collectives) -> Request:
     request = replace(request, ranks_nbytes=_ranks_nbytes(groups, collectives))
     if config.stage == 3 or config.schedule is not Schedule.AUTO:
         return request

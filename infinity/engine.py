@@ -86,9 +86,7 @@ class Engine:
             undo.pop_all()
         self._tensor_parallel.forget_originals()
 
-    def _start(
-        self, values: FirstValues, on_progress: Callable[[str], None] | None, run: StoredRun | None
-    ) -> None:
+    def _start(self, values: FirstValues, on_progress: Callable[[str], None] | None, run: StoredRun | None) -> None:
         runtime = self._runtime
         self._connect(runtime)
         runtime.kernel.warm_up()
@@ -182,7 +180,8 @@ class Engine:
         self._runtime.saver.raise_failure()
         self._iteration.refuse_failed()
         self._accept_edits()
-        self._updates.step(optimizer)
+        with self._runtime.trace.phase(str(self._runtime.step), "step"):
+            self._updates.step(optimizer)
         self._iteration.end_step()
         self._book.step_ended()
         if self._journal is not None:

@@ -364,4 +364,3 @@ class Gatherer:
                 self._memory.free(gathering.block)
                 gathering.block = None
             gathering.state = GatherState.RELEASED
-

@@ -27,9 +27,7 @@ class GradientSpill:
         make_room: makes space in the swap files for a gradient that was not planned to need any.
     """
 
-    def __init__(
-        self, store: ShardIo | None, stalls: StallClock, planned: frozenset[int], make_room: MakeRoom
-    ) -> None:
+    def __init__(self, store: ShardIo | None, stalls: StallClock, planned: frozenset[int], make_room: MakeRoom) -> None:
         self.store = store
         self._stalls = stalls
         self._planned = planned

@@ -65,9 +65,7 @@ def staging_nbytes(
     return max(stream_nbytes(streamed), reading + _filling_nbytes(model, units, others, values))
 
 
-def _filling_nbytes(
-    model: nn.Module, units: Sequence[Unit], groups: Sequence[FlatGroup], values: FirstValues
-) -> int:
+def _filling_nbytes(model: nn.Module, units: Sequence[Unit], groups: Sequence[FlatGroup], values: FirstValues) -> int:
     shared = 2 * max((group.shard_nbytes for group in groups if group.sharding.size > 1), default=0)
     empty = [group for group in groups if _is_meta(group)]
     initialising = initialising_nbytes(model, units, empty, values)
@@ -76,9 +74,7 @@ def _filling_nbytes(
     return max(initialising, shared, max((group.shard_nbytes for group in groups), default=0))
 
 
-def fill_shards(
-    runtime: Runtime, values: FirstValues, on_progress: Callable[[str], None] | None = None
-) -> None:
+def fill_shards(runtime: Runtime, values: FirstValues, on_progress: Callable[[str], None] | None = None) -> None:
     """Give every group its initial shard and put the stand-ins in place.
 
     Args:

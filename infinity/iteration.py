@@ -24,6 +24,7 @@ from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, watch_outputs
 from infinity.lending import Lending
 from infinity.lockstep import Want
+from infinity.observe.timeline import UnitTimeline
 from infinity.occupancy import Occupancy
 from infinity.order import Access, Mode, Phase
 from infinity.released import (
@@ -54,6 +55,7 @@ class Iteration:
         self._runtime = runtime
         self._updates = updates
         self._journal = journal
+        self._timeline = UnitTimeline(runtime.trace)
         self._runs = OpenRuns(self._end_run)
         self._tasks = GraphTasks(self._runs.end_task, self.end_backward)
         self._mode = Mode.TRAIN
@@ -124,11 +126,13 @@ class Iteration:
         self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
         if not recomputing:
             self._calls.called(unit)
+            self._timeline.begins(unit, Phase.FORWARD)
 
     def post_forward(self, unit: Unit, output: Any) -> None:
         self._refuse_edited(unit)
         # In a recomputation the coming backward needs the unit; the end of its run or of backward frees it.
         if not in_backward():
+            self._timeline.ends(unit, Phase.FORWARD)
             self._gather_on_use(self._lending.groups_in(output))
             self._repeats.run_over(unit)
 
@@ -154,8 +158,10 @@ class Iteration:
         self._refuse_stale(unit.groups, versions)
         self._gather(unit, Phase.BACKWARD)
         self._expect_gradients(unit.groups)
+        self._timeline.begins(unit, Phase.BACKWARD)
 
     def _end_run(self, unit: Unit) -> None:
+        self._timeline.ends(unit, Phase.BACKWARD)
         is_over = self._calls.end_backward_of(unit)
         for group in unit.trainable():
             self._harvest(group, is_final=is_over and self._has_one_user(group))
@@ -314,8 +320,9 @@ class Iteration:
             self._updates.refuse_second(group)
         for slot in fresh:
             self._updates.gradients.refuse_arrival(group, slot)
-        self._runtime.sink.harvest(group, is_final=is_final)
-        self._runtime.sink.settle(group)
+        with self._runtime.trace.phase(group.key, "gradient"):
+            self._runtime.sink.harvest(group, is_final=is_final)
+            self._runtime.sink.settle(group)
         if is_final:
             self._updates.complete([group])
 
@@ -331,7 +338,8 @@ class Iteration:
 
     def _gather_group(self, group: FlatGroup, user: Hashable, phase: Phase) -> bool:
         try:
-            return self._runtime.gatherer.gather(group, user, phase)
+            with self._runtime.trace.phase(group.key, "gather"):
+                return self._runtime.gatherer.gather(group, user, phase)
         except DeviceOutOfMemoryError as error:
             raise self._explained(error) from error
 

@@ -181,9 +181,7 @@ class _Materialiser:
             if buffer is memory and is_untouched(memory):
                 module._buffers[name] = memory.to("meta")
 
-    def _fall_back(
-        self, module: nn.Module, construct: Callable[[], object], left: Mapping[str, torch.Tensor]
-    ) -> None:
+    def _fall_back(self, module: nn.Module, construct: Callable[[], object], left: Mapping[str, torch.Tensor]) -> None:
         """What the step left alone keeps the values with which the module was made."""
         present = torch.get_rng_state()
         torch.set_rng_state(self._drawn_from.get(id(module), present))
@@ -318,4 +316,3 @@ class _Staging:
 def conversion_nbytes(groups: Sequence[FlatGroup]) -> int:
     """Host bytes for converting a staged group piece by piece."""
     return max((min(g.shard_nbytes, _CONVERT_NBYTES) for g in groups if g.shard_dtype is not g.source_dtype), default=0)
-

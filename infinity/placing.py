@@ -59,16 +59,12 @@ def place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
         write(runtime, group, lease.memory, 0, group.shard_payload_nbytes)
 
 
-def write(
-    runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes: int, payload_nbytes: int
-) -> None:
+def write(runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes: int, payload_nbytes: int) -> None:
     """Write a part of a shard's initial value to the swap files and wait for it."""
     runtime.stalls.wait(submit(runtime, group, memory, offset_nbytes, payload_nbytes), StallCause.NVME_WRITE)
 
 
-def submit(
-    runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes: int, payload_nbytes: int
-) -> Ticket:
+def submit(runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes: int, payload_nbytes: int) -> Ticket:
     """Begin to write a part of a shard's initial value; `payload_nbytes` of it are no padding."""
     if runtime.store is None:
         raise UnsupportedModelError(f"{group.key} has no place in the swap files")

@@ -81,9 +81,7 @@ class SimulatedIo(ABC):
         """As `storage.store.ShardStore.submit_write`."""
         return self._submit(Op.WRITE, key, offset, memory, priority, tag)
 
-    def _submit(
-        self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag
-    ) -> Ticket:
+    def _submit(self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag) -> Ticket:
         ticket = Ticket(f"{op.value} of {key}")
         operation = Operation(op, key, offset, memory, priority, tag, len(memory), ticket)
         self._submitted_s[operation] = asyncio.get_running_loop().time()

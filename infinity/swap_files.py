@@ -8,8 +8,12 @@ from pathlib import Path
 
 from infinity.config import Calibrate, NvmeConfig
 from infinity.errors import ConfigError
+from infinity.observe.trace import Trace
+from storage.backends.base import Backend
 from storage.backends.recording import IoLog
+from storage.backends.tracing import TracingBackend, TransferSpan
 from storage.calibration_cache import speeds_of
+from storage.drives import WrapBackend
 from storage.store import StorageOptions
 
 
@@ -55,3 +59,15 @@ def open_log(nvme: NvmeConfig, rank: int | None, stack: ExitStack) -> IoLog | No
         raise ConfigError(f"nvme.io_log = {path}: cannot be written: {error.strerror or error}") from error
     stack.callback(log.close)
     return log
+
+
+def traced(trace: Trace, log: IoLog | None) -> WrapBackend:
+    """Backends that note every transfer in the trace, and in the log if there is one."""
+
+    def note(span: TransferSpan) -> None:
+        trace.add(span.key, span.op.value, span.start_s, span.end_s - span.start_s, str(span.directory))
+
+    def wrap(backend: Backend) -> Backend:
+        return TracingBackend(backend if log is None else log.wrap(backend), note)
+
+    return wrap

@@ -267,9 +267,7 @@ def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from _direct_parameters(child)
 
 
-def _assign(
-    model: nn.Module, parameters: Parameters, chosen: Sequence[tuple[str, nn.Module]]
-) -> list[UnitSpec]:
+def _assign(model: nn.Module, parameters: Parameters, chosen: Sequence[tuple[str, nn.Module]]) -> list[UnitSpec]:
     owned_by: dict[int, UnitSpec] = {}
     chosen_ids = {id(module) for _, module in chosen}
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))

@@ -143,9 +143,7 @@ def _check_names(folder: Path, wanted: Iterable[str], index: Index) -> None:
         raise CheckpointError(f"{folder} belongs to another model: {details}; build the model it was saved from")
 
 
-def _check_parameter(
-    folder: Path, group: FlatGroup, slot: Slot, entry: ParameterEntry, moments: Sequence[str]
-) -> None:
+def _check_parameter(folder: Path, group: FlatGroup, slot: Slot, entry: ParameterEntry, moments: Sequence[str]) -> None:
     if entry.shape != slot.shape:
         raise CheckpointError(
             f"{folder} belongs to another model: {slot.name!r} has shape {entry.shape} there and {slot.shape} here; "

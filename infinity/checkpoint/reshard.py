@@ -49,4 +49,3 @@ def _parameter(checkpoint: CheckpointReader, name: str) -> NewParameter:
         kind: NewTensor(checkpoint.dtype(name, kind), partial(checkpoint.read, name, kind)) for kind in entry.tensors
     }
     return NewParameter(name, entry.shape, entry.trains, entry.step, tensors)
-

@@ -169,6 +169,4 @@ def _write_parts(path: Path, parts: Sequence[_Part]) -> FileEntry:
 def _entry(parameter: NewParameter, pieces: Mapping[tuple[str, str], Sequence[Piece]]) -> ParameterEntry:
     dtype = next(tensor.dtype for kind, tensor in parameter.tensors.items() if kind == "parameter")
     tensors = {kind: tuple(pieces.get((parameter.name, kind), ())) for kind in parameter.tensors}
-    return ParameterEntry(
-        parameter.shape, str(dtype).removeprefix("torch."), parameter.trains, parameter.step, tensors
-    )
+    return ParameterEntry(parameter.shape, str(dtype).removeprefix("torch."), parameter.trains, parameter.step, tensors)

@@ -90,9 +90,9 @@ class TierArguments:
             help="Write a file for each workload to this folder, as fio-plot wants them.", rich_help_panel=OUTPUT
         ),
     ] = None
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with plots to this file.", rich_help_panel=OUTPUT)
-    ] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file.", rich_help_panel=OUTPUT)] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)

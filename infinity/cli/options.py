@@ -29,9 +29,7 @@ PRESET_HELP = f"Size of the model: {describe_presets()}."
 Preset = Annotated[str | None, typer.Option(help=PRESET_HELP, rich_help_panel=MODEL)]
 Layers = Annotated[int | None, typer.Option(min=1, help="Number of blocks, such as 24.", rich_help_panel=MODEL)]
 Hidden = Annotated[int | None, typer.Option(min=1, help="Channels, such as 1024.", rich_help_panel=MODEL)]
-Heads = Annotated[
-    int | None, typer.Option(min=1, help="Attention heads; must divide --hidden.", rich_help_panel=MODEL)
-]
+Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads; must divide --hidden.", rich_help_panel=MODEL)]
 Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample (bytes, in train).", rich_help_panel=MODEL)]
 Recompute = Annotated[
     bool | None,
@@ -42,9 +40,7 @@ Recompute = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
-Batch = Annotated[
-    int | None, typer.Option(min=1, help="Samples of a batch, on each rank.", rich_help_panel=TRAINING)
-]
+Batch = Annotated[int | None, typer.Option(min=1, help="Samples of a batch, on each rank.", rich_help_panel=TRAINING)]
 Accumulate = Annotated[
     int | None,
     typer.Option(min=1, help="Batches of a step.", show_default="1", rich_help_panel=TRAINING),
@@ -59,9 +55,7 @@ MicroBatches = Annotated[
         rich_help_panel=TRAINING,
     ),
 ]
-Clip = Annotated[
-    float | None, typer.Option(help="Largest gradient norm, such as 1.0.", rich_help_panel=TRAINING)
-]
+Clip = Annotated[float | None, typer.Option(help="Largest gradient norm, such as 1.0.", rich_help_panel=TRAINING)]
 Precision = Annotated[str | None, typer.Option(help="fp32 or bf16.", show_default="bf16", rich_help_panel=TRAINING)]
 StateFormat = Annotated[
     str | None,
@@ -85,9 +79,7 @@ Device = Annotated[
 DeviceBudget = Annotated[
     str | None, typer.Option(help='Ceiling on the device, such as "512MiB".', rich_help_panel=MEMORY)
 ]
-HostBudget = Annotated[
-    str | None, typer.Option(help='Ceiling in host memory, such as "2GiB".', rich_help_panel=MEMORY)
-]
+HostBudget = Annotated[str | None, typer.Option(help='Ceiling in host memory, such as "2GiB".', rich_help_panel=MEMORY)]
 Nvme = Annotated[
     tuple[Path, ...],
     typer.Option(
@@ -95,9 +87,7 @@ Nvme = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
-JsonFile = Annotated[
-    Path | None, typer.Option(help="Write the result to this file, as JSON.", rich_help_panel=OUTPUT)
-]
+JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this file, as JSON.", rich_help_panel=OUTPUT)]
 
 
 def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], _Command]:

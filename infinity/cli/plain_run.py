@@ -38,9 +38,7 @@ def train_plain(training: Training) -> PlainRun:
     run = PlainRun([], [], [], 0)
     for step in range(training.steps):
         started_s = time.perf_counter()
-        loss = accumulate_gradients(
-            model, batches, step, training.accumulate, device, slices=training.micro_batches
-        )
+        loss = accumulate_gradients(model, batches, step, training.accumulate, device, slices=training.micro_batches)
         run.losses.append(loss)
         norm = None
         if training.clip is not None:

@@ -21,9 +21,7 @@ def preset_named(name: str | None) -> Preset:
     return preset
 
 
-def shape_of(
-    preset: Preset, *, layers: int | None, hidden: int | None, heads: int | None, seq: int | None
-) -> GptShape:
+def shape_of(preset: Preset, *, layers: int | None, hidden: int | None, heads: int | None, seq: int | None) -> GptShape:
     """The preset's shape with other sizes where they were given; heads follow the channels.
 
     Raises:

@@ -57,9 +57,7 @@ def minima_of(shape: GptShape, config: Config) -> Minima:
     threads = KernelThreads(1)
     try:
         kernel = kernel_for(config.precision, threads, config.optimizer, config.state_format)
-        specs = partition(
-            model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes
-        )
+        specs = partition(model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes)
         groups, units = make_groups(specs, config.precision, kernel, device)
         schedule = Schedule.SYNCHRONOUS if config.schedule is Schedule.AUTO else config.schedule
         placement = make_placement(

@@ -28,16 +28,14 @@ class TrainOptions:
     batch: shared.Batch = None
     accumulate: shared.Accumulate = None
     micro_batches: shared.MicroBatches = None
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to run now.", rich_help_panel=TRAINING)
-    ] = None
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps to run now.", rich_help_panel=TRAINING)] = None
     seed: Annotated[
         int | None,
         typer.Option(min=0, help="Fixes first values and samples.", show_default="0", rich_help_panel=TRAINING),
     ] = None
-    lr: Annotated[
-        float | None, typer.Option(min=0, help="Learning rate, such as 3e-4.", rich_help_panel=TRAINING)
-    ] = None
+    lr: Annotated[float | None, typer.Option(min=0, help="Learning rate, such as 3e-4.", rich_help_panel=TRAINING)] = (
+        None
+    )
     clip: shared.Clip = None
     precision: shared.Precision = None
     state_format: shared.StateFormat = None
@@ -75,9 +73,7 @@ class TrainOptions:
             rich_help_panel=OUTPUT,
         ),
     ] = None
-    save: Annotated[
-        Path | None, typer.Option(help="Save to this folder at the end.", rich_help_panel=OUTPUT)
-    ] = None
+    save: Annotated[Path | None, typer.Option(help="Save to this folder at the end.", rich_help_panel=OUTPUT)] = None
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -92,6 +88,6 @@ class TrainOptions:
     metrics: Annotated[
         Path | None, typer.Option(help="Write a JSON line per step to this file.", rich_help_panel=OUTPUT)
     ] = None
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace to this file.", rich_help_panel=OUTPUT)
-    ] = None
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.", rich_help_panel=OUTPUT)] = (
+        None
+    )

@@ -1,9 +1,9 @@
 """What a commit notes beside the shards, and reading it again.
 
-    layout    what lies under which key: groups, slots, chunks, precision; the directories. Once per process
-    run       step counts, which records have been written, optimizer settings, random number generators
-    buffers   the model's persistent buffers
-    extra     what the caller gave to `engine.note`
+layout    what lies under which key: groups, slots, chunks, precision; the directories. Once per process
+run       step counts, which records have been written, optimizer settings, random number generators
+buffers   the model's persistent buffers
+extra     what the caller gave to `engine.note`
 """
 
 from __future__ import annotations
@@ -232,5 +232,3 @@ def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
 def unpack(data: bytes) -> dict[str, Any]:
     """A dictionary that was packed with `torch.save`."""
     return dict(torch.load(io.BytesIO(data), weights_only=True, map_location="cpu"))
-
-

@@ -1,24 +1,36 @@
-"""A ring of timed events, and Chrome's trace format made of it."""
+"""A ring of timed events of the whole engine. `infinity.observe.chrome` writes it for Chrome and Perfetto."""
 
 from __future__ import annotations
 
-import json
 import threading
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from torch.profiler import record_function
+
+from infinity.observe.chrome import write_chrome
 
 _CAPACITY = 200_000
 
 
 class TraceEvent(NamedTuple):
-    """One span. Times in seconds on `time.perf_counter`'s clock."""
+    """One span. Times in seconds on `time.perf_counter`'s clock.
+
+    Attributes:
+        name: of a unit, a shard or a cause.
+        category: what happened: "gather", "stall", "optimizer", "read", ...
+        track: the thread or the drive it happened on.
+    """
 
     name: str
     category: str
     start_s: float
     duration_s: float
-    thread: str
+    track: str
 
 
 class Trace:
@@ -27,31 +39,24 @@ class Trace:
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._events: deque[TraceEvent] = deque(maxlen=capacity)
 
-    def add(self, name: str, category: str, start_s: float, duration_s: float) -> None:
-        self._events.append(TraceEvent(name, category, start_s, duration_s, threading.current_thread().name))
+    def add(self, name: str, category: str, start_s: float, duration_s: float, track: str | None = None) -> None:
+        """Note a span; without a track it belongs to the calling thread."""
+        track = threading.current_thread().name if track is None else track
+        self._events.append(TraceEvent(name, category, start_s, duration_s, track))
+
+    @contextmanager
+    def phase(self, name: str, category: str) -> Iterator[None]:
+        """Note what the block takes; torch's profiler shows it as `infinity::CATEGORY NAME`."""
+        with record_function(f"infinity::{category} {name}"):
+            start_s = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.add(name, category, start_s, time.perf_counter() - start_s)
 
     def events(self) -> list[TraceEvent]:
         return list(self._events)
 
     def write_chrome(self, path: Path) -> None:
         """Write the events in Chrome's trace format (chrome://tracing, Perfetto)."""
-        events = self.events()
-        origin_s = min((event.start_s for event in events), default=0.0)
-        threads = {name: number for number, name in enumerate(dict.fromkeys(event.thread for event in events))}
-        rows: list[dict[str, object]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
-            for name, number in threads.items()
-        ]
-        rows += [
-            {
-                "name": event.name,
-                "cat": event.category,
-                "ph": "X",
-                "pid": 0,
-                "tid": threads[event.thread],
-                "ts": (event.start_s - origin_s) * 1e6,
-                "dur": event.duration_s * 1e6,
-            }
-            for event in events
-        ]
-        path.write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+        write_chrome(self.events(), path)

@@ -16,9 +16,7 @@ _OURS = ("Adam", "AdamW", "Lion", "SGD")
 _WHOLE_MATRICES = ("Adafactor", "Muon", "LBFGS", "Shampoo", "SOAP")
 
 
-def refuse_foreign_optimizers(
-    access: Access, is_attached: Callable[[torch.optim.Optimizer], bool]
-) -> RemovableHandle:
+def refuse_foreign_optimizers(access: Access, is_attached: Callable[[torch.optim.Optimizer], bool]) -> RemovableHandle:
     """From now on the step of any other optimizer over these parameters is refused; the handle ends that.
 
     Without it such an optimizer would find no gradient in an offloaded parameter and do nothing, or fail in the middle

@@ -71,7 +71,6 @@ class StateField:
         """How many elements the field has for a span of the parameters that starts on the grid of its blocks."""
         return -(-param_numel // self.block_numel)
 
-
     def stored_nbytes(self, param_numel: int) -> int:
         """Bytes of the field in a record: whole pages, so that it can be read and written by itself."""
         return align_up(self.numel(param_numel) * self.dtype.itemsize, PAGE_NBYTES)

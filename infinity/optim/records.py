@@ -27,9 +27,7 @@ def record_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
 
 def record_payload_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
     """The same without padding between parameters and at the end; what belongs to a block of elements counts whole."""
-    return sum(
-        (chunk.payload_numel if f.block_numel == 1 else f.numel(chunk.numel)) * f.dtype.itemsize for f in fields
-    )
+    return sum((chunk.payload_numel if f.block_numel == 1 else f.numel(chunk.numel)) * f.dtype.itemsize for f in fields)
 
 
 @dataclass(slots=True, eq=False)

@@ -49,9 +49,7 @@ class Simulated:
     transfers: list[Moved] = field(default_factory=list)  # of all steps, as they ended
 
 
-def simulate(
-    scenario: Scenario, *, steps: int = _STEPS, is_last: bool = False, keep_spans: bool = False
-) -> Simulated:
+def simulate(scenario: Scenario, *, steps: int = _STEPS, is_last: bool = False, keep_spans: bool = False) -> Simulated:
     """Run a few steps on virtual time. The same scenario always gives the same numbers.
 
     Args:

@@ -76,9 +76,7 @@ class SimulatedStore(SimulatedIo):
         """What is stored under a key now."""
         return bytes(self._bytes[key])
 
-    def _submit(
-        self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag
-    ) -> Ticket:
+    def _submit(self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag) -> Ticket:
         there, stop = len(self._bytes[key]), offset + len(memory)
         if offset % _PAGE_NBYTES or stop % _PAGE_NBYTES or stop > there:
             raise ValueError(f"{op.value} of {key}: bytes {offset} to {stop} of {there}")

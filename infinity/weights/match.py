@@ -78,9 +78,7 @@ class Match:
                 self._read_part(part, first - position, into[first - start : last - start], scratch, dtype)
             position += stored.numel
 
-    def _read_part(
-        self, part: str, start: int, into: torch.Tensor, scratch: torch.Tensor, dtype: torch.dtype
-    ) -> None:
+    def _read_part(self, part: str, start: int, into: torch.Tensor, scratch: torch.Tensor, dtype: torch.dtype) -> None:
         stored = self.weights.tensors[part].dtype
         if into.dtype is stored and (dtype is stored or not stored.is_floating_point):
             self.weights.read(part, start, into)

@@ -18,6 +18,7 @@ from infinity.checkpoint.writer import Fill
 
 CHUNK_NUMEL = 1 << 20
 
+
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A tensor that does not exist: its elements are made when they are written.

@@ -1,14 +1,18 @@
 """The trace: a ring of spans from any thread, in a format that Chrome and Perfetto read."""
 
+import itertools
 import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import infinity
+from infinity.observe.chrome import chrome_rows
 from infinity.observe.trace import Trace, TraceEvent
 
 
@@ -53,18 +57,104 @@ def test_the_ring_is_bounded_from_the_start() -> None:
 
 def test_chrome_format(tmp_path: Path) -> None:
     trace = Trace()
-    trace.add('gather "ä/0"', "gather", 100.5, 0.25)
-    in_thread("reader", trace, "read", "nvme", 100.0, 0.75)
-    main = threading.current_thread().name
+    trace.add('blocks "ä/0"', "gather", 100.5, 0.25)
+    in_thread("other", trace, "work", "custom", 100.0, 0.75)
     assert chrome(trace, tmp_path) == {
         "displayTimeUnit": "ms",
         "traceEvents": [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": main}},
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "reader"}},
-            {"name": 'gather "ä/0"', "cat": "gather", "ph": "X", "pid": 0, "tid": 0, "ts": 0.5e6, "dur": 0.25e6},
-            {"name": "read", "cat": "nvme", "ph": "X", "pid": 0, "tid": 1, "ts": 0.0, "dur": 0.75e6},
+            {"name": "process_name", "ph": "M", "pid": 1, "tid": 0, "args": {"name": "training thread"}},
+            {"name": "process_name", "ph": "M", "pid": 2, "tid": 0, "args": {"name": "other"}},
+            {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "engine"}},
+            {"name": "thread_name", "ph": "M", "pid": 2, "tid": 2, "args": {"name": "custom"}},
+            {"name": 'blocks "ä/0"', "cat": "gather", "ph": "X", "pid": 1, "tid": 1, "ts": 0.5e6, "dur": 0.25e6},
+            {"name": "work", "cat": "custom", "ph": "X", "pid": 2, "tid": 2, "ts": 0.0, "dur": 0.75e6},
         ],
     }
+
+
+def overlaps(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of spans of one track that overlap without one holding the other."""
+    found = []
+    tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["ph"] == "X":
+            tracks.setdefault((row["pid"], row["tid"]), []).append(row)
+    for spans in tracks.values():
+        spans.sort(key=lambda row: (row["ts"], -row["dur"]))
+        for first, second in itertools.pairwise(spans):
+            end, other_end = first["ts"] + first["dur"], second["ts"] + second["dur"]
+            if second["ts"] < end - 1e-3 and other_end > end + 1e-3:
+                found.append((first["name"], second["name"]))
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
+def test_transfers_that_overlap_get_lanes_of_their_own(times: list[tuple[int, int]]) -> None:
+    events = [TraceEvent(str(n), "read", float(start), float(long), "/nvme0") for n, (start, long) in enumerate(times)]
+    rows = chrome_rows(events)
+    assert overlaps(rows) == []
+    most_at_a_time = max((sum(s <= at < s + d for s, d in times) for at, _ in times), default=0)
+    lanes = {row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
+    assert lanes == {f"read {number + 1}" for number in range(most_at_a_time)}
+
+
+def test_arrows_follow_a_shard_from_read_to_write() -> None:
+    rows = chrome_rows(
+        [
+            TraceEvent("a", "read", 0.0, 1.0, "/nvme0"),
+            TraceEvent("b", "read", 0.0, 9.0, "/nvme0"),  # of another shard
+            TraceEvent("a", "optimizer", 2.0, 1.0, "worker"),
+            TraceEvent("a", "write", 3.5, 1.0, "/nvme0"),
+        ]
+    )
+    flows = [row for row in rows if row["ph"] in "sf"]
+    assert [(row["name"], row["ph"]) for row in flows] == [
+        ("read → optimizer", "s"),
+        ("read → optimizer", "f"),
+        ("optimizer → write", "s"),
+        ("optimizer → write", "f"),
+    ]
+    spans = [row for row in rows if row["ph"] == "X"]
+    for row in flows:  # each end lies in a slice of its track
+        inside = [s for s in spans if s["tid"] == row["tid"] and s["ts"] <= row["ts"] <= s["ts"] + s["dur"]]
+        assert inside
+
+
+def test_a_run_shows_units_engine_updates_and_drives(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    (tmp_path / "swap").mkdir()
+    config = infinity.Config(
+        precision="fp32",
+        device={"kind": "cpu", "budget": "1MiB"},
+        host={"budget": "300KiB"},
+        nvme={"paths": [tmp_path / "swap"]},
+        resident_threshold=0,
+    )
+    with infinity.offload(model, config) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        with torch.profiler.profile() as profile:
+            for _ in range(3):
+                model(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        engine.metrics()
+        rows = chrome(engine.trace, tmp_path)["traceEvents"]
+        moved = engine.counters()
+        transfers = [event for event in engine.trace.events() if event.category in ("read", "write")]
+    assert overlaps(rows) == []
+    named = {row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert {"training thread", "units", "engine", "optimizer", "updates", str(tmp_path / "swap")} <= named
+    assert {"read 1", "write 1"} <= named
+    forwards = [row["name"] for row in rows if row.get("cat") == "forward"]
+    assert forwards == ["0", "1", "2", "3"] * 3
+    assert sorted(row["name"] for row in rows if row.get("cat") == "backward") == sorted(forwards)
+    assert [row["name"] for row in rows if row.get("cat") == "step"] == ["0", "1", "2"]
+    arrows = {row["name"] for row in rows if row["ph"] == "s"}
+    assert arrows == {"read → gather", "read → optimizer", "optimizer → write"}
+    n_of = {op: sum(event.category == op for event in transfers) for op in ("read", "write")}
+    assert n_of == {op: moved[f"nvme/{op}_operations"] for op in n_of}
+    profiled = {event.key for event in profile.key_averages()}
+    assert {"infinity::gather 0/float32", "infinity::gradient 3/float32", "infinity::step 0"} <= profiled
 
 
 def test_times_start_at_zero_in_microseconds(tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""Tells when each transfer was under way: from the moment it was submitted to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.backends.base import Backend
+from storage.backends.cost import IoCost
+from storage.types import IoRequest, Op, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSpan:
+    """A transfer that has ended well. Times on `time.perf_counter`'s clock.
+
+    Attributes:
+        key: what was moved.
+        directory: of the swap file.
+        nbytes: padding included.
+    """
+
+    op: Op
+    key: str
+    directory: Path
+    nbytes: int
+    start_s: float
+    end_s: float
+
+
+class TracingBackend:
+    """Passes everything on to `inner`, and calls `on_transfer` in the completing thread. Closes `inner`."""
+
+    def __init__(self, inner: Backend, on_transfer: Callable[[TransferSpan], None]) -> None:
+        self._inner = inner
+        self._on_transfer = on_transfer
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def progress(self) -> int:
+        return self._inner.progress
+
+    @property
+    def opens_direct(self) -> bool:
+        return self._inner.opens_direct
+
+    @property
+    def cost(self) -> IoCost:
+        return self._inner.cost
+
+    def submit(self, request: IoRequest) -> None:
+        start_s = time.perf_counter()
+
+        def ended(ticket: Ticket) -> None:
+            if ticket.exception is not None:
+                return
+            directory = Path(request.path).parent.parent  # the swap file lies in a folder of its run
+            self._on_transfer(
+                TransferSpan(request.op, request.key, directory, len(request.memory), start_s, time.perf_counter())
+            )
+
+        request.ticket.add_done_callback(ended)
+        self._inner.submit(request)
+
+    def promote(self, key: str) -> None:
+        self._inner.promote(key)
+
+    def in_flight(self) -> list[IoRequest]:
+        return self._inner.in_flight()
+
+    def close(self) -> None:
+        self._inner.close()
