@@ -75,6 +75,29 @@ class ReshardOptions:
     json: JsonFile = None
 
 
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """The options of `import`, as typed."""
+
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A ZeRO checkpoint folder of DeepSpeed, or a torch.save file with a model's state_dict().",
+            show_default=False,
+        ),
+    ]
+    target: Target
+    optimizer: Annotated[
+        Path | None,
+        typer.Option(help="A torch.save file with the state_dict() of AdamW, if it is not in the same file."),
+    ] = None
+    names: Annotated[
+        Path | None,
+        typer.Option(help="A file with the parameters' names in the optimizer's order, one a line, if it has none."),
+    ] = None
+    json: JsonFile = None
+
+
 @app.command(epilog=EPILOG)
 @takes(InspectOptions)
 def inspect(options: InspectOptions) -> None:
@@ -130,3 +153,19 @@ def reshard(options: ReshardOptions) -> None:
     from infinity.cli.checkpoint_run import run_reshard
 
     run_reshard(options)
+
+
+@app.command("import", epilog=EPILOG)
+@takes(ImportOptions)
+def take_over(options: ImportOptions) -> None:
+    """Make a checkpoint of one of DeepSpeed (ZeRO stages 1 to 3) or of torch.save: parameters, AdamW's state, step.
+
+    Load it with engine.load(); the engine decides how the state is sharded and placed.
+
+    \b
+    infinity checkpoint import zero_run/global_step1000 run1
+    infinity checkpoint import model.pt run1 --optimizer optimizer.pt
+    """
+    from infinity.cli.checkpoint_run import run_import
+
+    run_import(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,16 @@ from infinity.cli.files import check_files, write_json
 from infinity.errors import CheckpointError, ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.weights.export import DTYPES, ExportOptions, export_checkpoint
+from infinity.weights.importing import import_checkpoint
 
 if TYPE_CHECKING:
-    from infinity.cli.checkpoint import ExportCommandOptions, InspectOptions, ReshardOptions, VerifyOptions
+    from infinity.cli.checkpoint import (
+        ExportCommandOptions,
+        ImportOptions,
+        InspectOptions,
+        ReshardOptions,
+        VerifyOptions,
+    )
 
 _EXPORT_SHARD = "5GB"  # what transformers cuts at
 _RESHARD_SIZE = "4GiB"
@@ -100,12 +108,38 @@ def run_reshard(options: ReshardOptions) -> None:
     write_json(options.json, summary)
 
 
+def run_import(options: ImportOptions) -> None:
+    """Take over a checkpoint of another program."""
+    check_files(json=options.json)
+    names = None if options.names is None else _lines(options.names)
+    console = make_console()
+    with _progress(console, "writing", None) as on_file:
+        imported = import_checkpoint(
+            options.source, options.target, optimizer=options.optimizer, names=names, on_file=on_file
+        )
+    console.print(
+        f"{imported.kind}: {imported.parameters} tensors, {imported.numel:,} parameters, {imported.groups} parameter "
+        f"groups, step {imported.step}, in {options.target}"
+    )
+    for alias, name in imported.aliases.items():
+        console.print(f"{alias} is tied to {name}")
+    console.print(f"not taken over: {', '.join(imported.left_out)}")
+    write_json(options.json, asdict(imported))
+
+
 # Options -----------------------------------------------------------------------------------------------------------
 
 
 def _newest(path: Path) -> Path:
     """The checkpoint itself, or the newest of a series."""
     return candidates(path)[0]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--names {path}: cannot be read: {error.strerror or error}") from error
 
 
 def _size(option: str, text: str) -> int:

@@ -25,7 +25,7 @@ class TorchFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.tensors: dict[str, torch.Tensor] = _state_dict_of(path, load_torch_file(path))
+        self.tensors: dict[str, torch.Tensor] = state_dict_of(path, load_torch_file(path))
 
     def fill(self, name: str, start: int, into: torch.Tensor) -> None:
         """Fill `into` (1-D, CPU, contiguous, of the tensor's dtype) from element `start` on."""
@@ -73,7 +73,12 @@ def flat_part(tensor: torch.Tensor, start: int, numel: int) -> torch.Tensor:
     return rows[start - first * inner : start - first * inner + numel]
 
 
-def _state_dict_of(path: Path, content: Any) -> dict[str, torch.Tensor]:
+def state_dict_of(path: Path, content: Any) -> dict[str, torch.Tensor]:
+    """The tensors by name in what `torch.save` wrote.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     if isinstance(content, Mapping):
         for candidate in (content, *(content.get(key) for key in _WRAPPERS)):
             if isinstance(candidate, Mapping) and any(isinstance(v, torch.Tensor) for v in candidate.values()):

@@ -1,0 +1,276 @@
+"""Checkpoints of DeepSpeed and of torch.save: what is taken over goes on with the bits of the run that saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.checkpoint.reader import CheckpointReader
+from infinity.weights.importing import import_checkpoint
+from tests.cli.command import call
+from tests.conftest import MakeEngine
+from tests.infinity.zero_files import ZeroWriter
+from tests.parity.loops import gathered_parameters
+from tests.zoo import Net, batch, build, loss_of
+
+_TIGHT = {"host": {"budget": "440KiB"}}
+Split = Callable[[nn.Module], list[dict[str, Any]]]
+
+
+class _Mixed(Net):
+    """With a frozen part, a buffer, a parameter of one element, and tied ends."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=3, tied=True)
+        self.register_buffer("table", torch.arange(5))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.blocks[1].up.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = super().forward(ids) * self.scale
+        return out
+
+
+def _one_group(model: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+
+
+def _decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-3},
+    ]
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        loss = loss_of(model, batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _plain(make: Callable[[], nn.Module] = _Mixed, split: Split = _one_group) -> tuple[nn.Module, torch.optim.AdamW]:
+    """Three steps of plain PyTorch."""
+    model = build(make)
+    optimizer = torch.optim.AdamW(split(model), lr=1e-2, fused=True)
+    _steps(model, optimizer, 0, 3)
+    return model, optimizer
+
+
+def _go_on(
+    offload: MakeEngine, folder: Path, make: Callable[[], nn.Module] = _Mixed, split: Split = _one_group
+) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    model = build(make, seed=1)
+    engine = offload(model, **_TIGHT)
+    optimizer = infinity.AdamW(split(model), lr=0.5)
+    return model, optimizer, engine.load(folder, optimizer=optimizer)
+
+
+# DeepSpeed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "split"), [(1, _decay_groups), (2, _one_group), (3, _decay_groups)])
+def test_a_zero_run_goes_on_with_the_same_bits(
+    offload: MakeEngine, tmp_path: Path, stage: int, ranks: int, split: Split
+) -> None:
+    plain, optimizer = _plain(split=split)
+    ZeroWriter(plain, optimizer, stage=stage, ranks=ranks).write(tmp_path / "zero", note=7)
+    imported = import_checkpoint(tmp_path / "zero", tmp_path / "run")
+    assert imported.kind.startswith(f"ZeRO stage {stage} of {ranks} rank")
+    assert imported.step == 3
+    model, ours, extra = _go_on(offload, tmp_path / "run", split=split)
+    assert extra == {"global_step": 3, "client_state": {"note": 7}}
+    assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    assert torch.equal(model.get_buffer("table"), torch.arange(5))
+    assert _steps(model, ours, 3, 6) == _steps(plain, optimizer, 3, 6)
+    got = gathered_parameters(model)
+    assert all(torch.equal(got[name], p) for name, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_of_a_bf16_run(offload: MakeEngine, tmp_path: Path, stage: int) -> None:
+    """The masters are fp32, the frozen parameters bf16 where DeepSpeed keeps them so."""
+    plain, optimizer = _plain()
+    ZeroWriter(plain, optimizer, stage=stage, ranks=2, dtype=torch.bfloat16).write(tmp_path / "zero")
+    import_checkpoint(tmp_path / "zero" / "global_step3", tmp_path / "run")
+    with CheckpointReader(tmp_path / "run") as checkpoint:
+        assert checkpoint.index.precision == "bf16"
+        checkpoint.verify()
+        for name, parameter in plain.named_parameters():
+            found = checkpoint.tensor(name)
+            if parameter.requires_grad:
+                assert torch.equal(found, parameter), name
+                assert torch.equal(checkpoint.tensor(name, "exp_avg_sq"), optimizer.state[parameter]["exp_avg_sq"])
+            else:
+                assert torch.equal(found.bfloat16(), parameter.bfloat16()), name
+    model = build(_Mixed, seed=1)
+    offload(model, precision="bf16", **_TIGHT).load(tmp_path / "run")
+
+
+def test_a_run_without_a_step_has_no_moments(tmp_path: Path) -> None:
+    model = build(_Mixed)
+    optimizer = torch.optim.AdamW(_one_group(model))
+    ZeroWriter(model, optimizer, stage=2, ranks=2).write(tmp_path / "zero")
+    assert import_checkpoint(tmp_path / "zero", tmp_path / "run").step == 0
+    with CheckpointReader(tmp_path / "run") as checkpoint:
+        assert not any(entry.moments for entry in checkpoint.index.parameters.values())
+
+
+def _break(how: str, folder: Path) -> None:
+    files = sorted((folder / "global_step3").glob("*_optim_states.pt"))
+    if how == "missing":
+        files[1].unlink()
+    elif how == "truncated":
+        files[1].write_bytes(files[1].read_bytes()[:200])
+    elif how == "tensor parallel":
+        (files[0].parent / "mp_rank_01_model_states.pt").write_bytes(b"")
+    elif how == "experts":
+        (files[0].parent / "layer_0_expert_3_mp_rank_00_model_states.pt").write_bytes(b"")
+    elif how == "no zero":
+        torch.save({"optimizer_state_dict": {"state": {}}}, files[0])
+    elif how == "no model":
+        for path in (folder / "global_step3").glob("*_model_states.pt"):
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("missing", "saved by 2 ranks, but has files of 1"),
+        ("truncated", "is damaged"),
+        ("tensor parallel", "tensor parallelism"),
+        ("experts", "experts"),
+        ("no zero", "no state of ZeRO's optimizer"),
+        ("no model", "no ZeRO checkpoint of DeepSpeed"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_told(tmp_path: Path, how: str, text: str) -> None:
+    plain, optimizer = _plain()
+    ZeroWriter(plain, optimizer, stage=2, ranks=2).write(tmp_path / "zero")
+    _break(how, tmp_path / "zero")
+    with pytest.raises(infinity.CheckpointError, match=text):
+        import_checkpoint(tmp_path / "zero", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_of_a_file_runs(tmp_path: Path) -> None:
+    plain, optimizer = _plain()
+    ZeroWriter(plain, optimizer, stage=1, ranks=1).write(tmp_path / "zero")
+    path = tmp_path / "zero" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {"zero_stage": 1, "path": Path("x")}}, path)
+    with pytest.raises(infinity.CheckpointError, match=r"holds objects of pathlib"):
+        import_checkpoint(tmp_path / "zero", tmp_path / "run")
+
+
+# torch.save ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("files", ["one", "two"])
+@pytest.mark.parametrize("split", [_one_group, _decay_groups])
+def test_a_plain_run_goes_on_with_the_same_bits(offload: MakeEngine, tmp_path: Path, files: str, split: Split) -> None:
+    make = lambda: Net(tied=True)  # noqa: E731
+    plain, optimizer = _plain(make, split)
+    names = {id(p): name for name, p in plain.named_parameters()}
+    ordered = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    arguments: dict[str, Any] = {"names": ordered if split is _decay_groups else None}
+    if files == "one":
+        torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}, tmp_path / "run.pt")
+    else:
+        torch.save(plain.state_dict(), tmp_path / "run.pt")
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        arguments["optimizer"] = tmp_path / "optimizer.pt"
+    imported = import_checkpoint(tmp_path / "run.pt", tmp_path / "run", **arguments)
+    assert imported.step == 3
+    assert imported.aliases == {"head.weight": "embed.weight"}
+    model, ours, _ = _go_on(offload, tmp_path / "run", make, split)
+    assert _steps(model, ours, 3, 6) == _steps(plain, optimizer, 3, 6)
+
+
+def test_names_that_the_optimizer_saved_are_used(tmp_path: Path) -> None:
+    plain, optimizer = _plain(Net, _decay_groups)
+    saved = optimizer.state_dict()
+    names = {id(p): name for name, p in plain.named_parameters()}
+    for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        kept["param_names"] = [names[id(p)] for p in group["params"]]
+    torch.save({"model": plain.state_dict(), "optimizer": saved}, tmp_path / "run.pt")
+    import_checkpoint(tmp_path / "run.pt", tmp_path / "run")
+    with CheckpointReader(tmp_path / "run") as checkpoint:
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(checkpoint.tensor(name, "exp_avg"), optimizer.state[parameter]["exp_avg"]), name
+
+
+def test_groups_without_names_are_not_guessed(tmp_path: Path) -> None:
+    plain, optimizer = _plain(Net, _decay_groups)
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(infinity.CheckpointError, match=r"in 2 groups, without names.*--names"):
+        import_checkpoint(tmp_path / "run.pt", tmp_path / "run")
+
+
+def test_wrong_names_are_refused(tmp_path: Path) -> None:
+    plain, optimizer = _plain(Net)
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    names = [name for name, _ in plain.named_parameters()]
+    with pytest.raises(infinity.CheckpointError, match=r"exp_avg of 'blocks\.3\.down\.bias' is \(29, 37\), and"):
+        import_checkpoint(tmp_path / "run.pt", tmp_path / "run", names=[names[0], names[-1], *names[1:-1]][::-1])
+    with pytest.raises(infinity.CheckpointError, match="does not have 'other'"):
+        import_checkpoint(tmp_path / "run.pt", tmp_path / "run", names=[*names[:-1], "other"])
+
+
+def test_other_optimizers_are_refused(tmp_path: Path) -> None:
+    model = build(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _steps(model, optimizer, 0, 1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(infinity.CheckpointError, match="only states of AdamW and Adam"):
+        import_checkpoint(tmp_path / "run.pt", tmp_path / "run")
+
+
+def test_a_model_alone(offload: MakeEngine, tmp_path: Path) -> None:
+    plain, _ = _plain(Net)
+    torch.save(plain.state_dict(), tmp_path / "model.pt")
+    assert import_checkpoint(tmp_path / "model.pt", tmp_path / "run").step == 0
+    model = build(Net, seed=1)
+    offload(model, **_TIGHT).load(tmp_path / "run")
+    got = gathered_parameters(model)
+    assert all(torch.equal(got[name], p) for name, p in plain.named_parameters())
+
+
+# Command line -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path) -> None:
+    plain, optimizer = _plain(Net, _decay_groups)
+    torch.save(plain.state_dict(), tmp_path / "model.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    names = {id(p): name for name, p in plain.named_parameters()}
+    lines = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    (tmp_path / "names.txt").write_text("\n".join(lines) + "\n")
+    given = (tmp_path / "model.pt", tmp_path / "run", "--optimizer", tmp_path / "optimizer.pt")
+    code, _, error = call("checkpoint", "import", *given)
+    assert code == 1
+    assert "--names" in error
+    code, output, error = call("checkpoint", "import", *given, "--names", tmp_path / "names.txt")
+    assert code == 0, error
+    assert "step 3" in output
+    assert call("checkpoint", "verify", tmp_path / "run")[0] == 0
+
+
+def test_the_command_takes_over_deepspeed(tmp_path: Path) -> None:
+    plain, optimizer = _plain()
+    ZeroWriter(plain, optimizer, stage=3, ranks=2).write(tmp_path / "zero")
+    code, output, error = call("checkpoint", "import", tmp_path / "zero", tmp_path / "run")
+    assert code == 0, error
+    assert "ZeRO stage 3 of 2 ranks" in output
+    assert "not taken over" in output
