@@ -7,7 +7,9 @@ whole span is new anyway), and an extent that its key leaves is given back when 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from storage.types import Extent
 
@@ -47,6 +49,30 @@ class Holds:
         for extent in extents:
             (self._waiting if self.covers(extent) else free).append(extent)
         return free
+
+    def begin_again(self, in_use: Sequence[Extent]) -> list[Extent]:
+        """The store goes back to keys that use these extents; what is held beyond them, and waits for its holds.
+
+        It is cut wherever a hold begins or ends, so that each extent is held whole or not at all.
+        """
+        self._waiting = []
+        for drive in sorted({drive for by_drive in self._held.values() for drive in by_drive}):
+            changes: Counter[tuple[int, bool]] = Counter()  # at an offset: so many holds, or keys, more
+            for by_drive in self._held.values():
+                for start, stop in by_drive.get(drive, ()):
+                    changes[start, True] += 1
+                    changes[stop, True] -= 1
+            for extent in in_use:
+                if extent.drive == drive:
+                    changes[extent.offset, False] += 1
+                    changes[extent.end, False] -= 1
+            holds = keys = 0
+            for start, stop in pairwise(sorted({offset for offset, _ in changes})):
+                holds += changes[start, True]
+                keys += changes[start, False]
+                if holds and not keys:
+                    self._waiting.append(Extent(drive, start, stop - start))
+        return list(self._waiting)
 
     def let_go(self, number: int) -> list[Extent]:
         """End a hold; the extents that can be given back now. Idempotent."""

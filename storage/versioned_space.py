@@ -53,13 +53,13 @@ class VersionedSpace(Space):
         super().free(extents)
 
     def go_back(self, committed: Sequence[Piece], volatile: Sequence[Piece]) -> None:
-        """In use is what a generation refers to, and what is volatile; nothing else."""
-        pieces = [*committed, *volatile]
+        """In use is what a generation refers to, what is volatile and what is held; nothing else."""
+        in_use = [piece.extent for piece in (*committed, *volatile)]
+        in_use += self.holds.begin_again(in_use)
         for number, drive in enumerate(self.drives):
-            extents = [piece.extent for piece in pieces if piece.extent.drive == number]
-            used = [(extent.offset, extent.nbytes) for extent in extents]
+            used = [(extent.offset, extent.nbytes) for extent in in_use if extent.drive == number]
             drive.file.extents = ExtentAllocator.restore(drive.file.extents.capacity_nbytes, used)
-            self.held_nbytes[number] = sum(extent.nbytes for extent in extents)
+            self.held_nbytes[number] = sum(nbytes for _, nbytes in used)
         self._fresh = {(piece.extent.drive, piece.extent.offset) for piece in volatile}
         self.retired = []
 

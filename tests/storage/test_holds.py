@@ -126,3 +126,39 @@ def test_an_extent_waits_for_its_last_hold() -> None:
     assert holds.let_go(first) == [left[0]]
     assert holds.let_go(first) == []
     assert holds.let_go(second) == [left[1]]
+
+
+def test_going_back_leaves_what_is_held(tmp_path: Path, pool: HostPool) -> None:
+    """Two holds of different moments, both after the commit; the store goes back, and on, before they end."""
+    store = open_versioned(tmp_path, drives=2)
+    store.create("a", 8 * PAGE)
+    committed = put(store, pool, "a", 1, 8)
+    store.commit(1)
+    second = put(store, pool, "a", 2, 8)
+    holds = [(store.hold(["a"]), second)]
+    third = put(store, pool, "a", 3, 4, 2)
+    holds.append((store.hold(["a"]), second[: 2 * PAGE] + third + second[6 * PAGE :]))
+    put(store, pool, "a", 4, 8)
+    store.roll_back()
+    assert get(store, pool, "a") == committed
+    for seed in range(5, 9):
+        present = put(store, pool, "a", seed, 8)
+        store.commit(seed)
+        for held, expected in holds:
+            assert held_bytes(held, "a") == expected
+    for held, _ in holds:
+        held.close()
+    assert get(store, pool, "a") == present
+    check_extents(store)
+    assert sum(report.held_nbytes for report in store.drive_report()) == 8 * PAGE
+    store.close()
+
+
+def test_what_is_held_beyond_what_is_used_is_cut_where_holds_end() -> None:
+    holds = Holds()
+    holds.hold([Extent(0, 0, 8 * PAGE)])
+    second = holds.hold([Extent(0, 4 * PAGE, 8 * PAGE)])
+    waiting = holds.begin_again([Extent(0, PAGE, PAGE), Extent(0, 6 * PAGE, PAGE), Extent(1, 0, PAGE)])
+    at = [(0, 1), (2, 4), (4, 6), (7, 8), (8, 12)]
+    assert waiting == [Extent(0, start * PAGE, (stop - start) * PAGE) for start, stop in at]
+    assert holds.let_go(second) == [waiting[-1]]
