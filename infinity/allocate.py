@@ -24,6 +24,7 @@ from infinity.gradient_spill import GradientSpill
 from infinity.gradients import gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit, backward_order
 from infinity.io_loop import IoLoop
+from infinity.link import LinkPatience
 from infinity.lockstep import Lockstep
 from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
@@ -123,12 +124,17 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
 
 def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     """The parts that decide, over the resources they decide about."""
-    read_ahead = _read_ahead(plan, made)
+
+    def report() -> str:
+        return inspection.report()
+
+    link = LinkPatience(plan.config.nvme.io_timeout_s, report)
+    read_ahead = _read_ahead(plan, made, link)
 
     def preserve(key: str) -> None:
         saver.preserve(key)
 
-    pipeline = _pipeline(plan, made, read_ahead, preserve)
+    pipeline = _pipeline(plan, made, read_ahead, link, preserve)
     inspection = Inspection(made.copies, made.budgets, made.store, pipeline, lambda: saver.progress)
     stalls = _stall_clock(plan, made, inspection)
     saver = Saver(made.save_thread, stalls)
@@ -175,7 +181,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     )
 
 
-def _read_ahead(plan: Blueprint, made: _Resources) -> ReadAhead:
+def _read_ahead(plan: Blueprint, made: _Resources, link: LinkPatience) -> ReadAhead:
     return ReadAhead(
         store=made.store,
         pool=made.pool,
@@ -184,13 +190,17 @@ def _read_ahead(plan: Blueprint, made: _Resources) -> ReadAhead:
         groups_of_unit=[[g.index for g in unit.groups] for unit in plan.units],
         uses=plan.placement.uses,
         keep_after_backward=plan.placement.schedule is Schedule.OVERLAPPED,
-        link_timeout_s=plan.config.nvme.io_timeout_s,
+        link=link,
         on_failure=made.failure.note,
     )
 
 
 def _pipeline(
-    plan: Blueprint, made: _Resources, read_ahead: ReadAhead, preserve: Callable[[str], None]
+    plan: Blueprint,
+    made: _Resources,
+    read_ahead: ReadAhead,
+    link: LinkPatience,
+    preserve: Callable[[str], None],
 ) -> UpdatePipeline:
     return UpdatePipeline(
         store=made.store,
@@ -201,7 +211,7 @@ def _pipeline(
         read_ahead=read_ahead,
         on_failure=made.failure.note,
         on_chunk=lambda name, start_s, duration_s: made.trace.add(name, "optimizer", start_s, duration_s),
-        link_timeout_s=plan.config.nvme.io_timeout_s,
+        link=link,
         preserve=preserve,
     )
 

@@ -40,6 +40,13 @@ class GradientBlocks:
         self._reserved.clear()
         self.free_left()
 
+    def close(self) -> None:
+        """Give everything back without waiting: the device has ended its copies, or never will."""
+        self.cancel_all()
+        for _, block in self._leaving:
+            self._memory.free(block)
+        self._leaving.clear()
+
     def leave(self, fences: list[Fence], block: DeviceBlock) -> None:
         """The block goes back when all of `fences`, to which more may be added, have passed."""
         self._leaving.append((fences, block))

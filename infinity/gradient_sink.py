@@ -292,7 +292,7 @@ class GradientSink:
         for gradient in self._gradients.values():
             gradient.release()
         self._gradients.clear()
-        self.end_backward()
+        self._blocks.close()
 
     # Parts -----------------------------------------------------------------------------------------------------
 

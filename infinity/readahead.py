@@ -26,20 +26,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from infinity.devices.base import Fence
+from infinity.link import LinkPatience
 from infinity.order import Access, Mode, Phase
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
 from infinity.window import Window
 from storage.budget import TierBudget
-from storage.errors import IoTimeoutError
 from storage.pool import HostPool
 from storage.types import Priority, Ticket, TrafficTag
-
-_FENCE_POLL_S = 0.0002  # about what a hop through a waiting thread costs
 
 
 class DeferredUpdate(Protocol):
@@ -63,7 +61,7 @@ class ReadAhead:
         groups_of_unit: for every unit, the indices of the groups it gathers.
         uses: how often a forward, or a backward, gathers each group; by group index.
         keep_after_backward: whether an update follows at once and wants the copy (the overlapped schedule).
-        link_timeout_s: longest time that a copy to the device may take before it counts as stuck.
+        link: how long a copy to the device may take.
         on_failure: told about a copy to the device that is stuck or has failed.
     """
 
@@ -77,7 +75,7 @@ class ReadAhead:
         groups_of_unit: Sequence[Sequence[int]],
         uses: Mapping[int, int],
         keep_after_backward: bool,
-        link_timeout_s: float = 60.0,
+        link: LinkPatience,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._window = Window(store=store, pool=pool, budget=window, copies=copies)
@@ -86,7 +84,7 @@ class ReadAhead:
         self._uses = uses
         self._used: Counter[tuple[int, Phase]] = Counter()  # by group and phase, in the iteration under way
         self._keep_after_backward = keep_after_backward
-        self._link_timeout_s = link_timeout_s
+        self._link = link
         self._on_failure = on_failure
         self._trace: tuple[Access, ...] = ()
         self._position = 0
@@ -313,23 +311,12 @@ class ReadAhead:
 
     async def _consumed_after(self, index: int, phase: Phase, fence: Fence) -> None:
         """The claim ends with the copy to the device. One that is stuck may still read the memory, which stays."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._link_timeout_s
-        while not fence.done:
-            if loop.time() >= deadline_s:
-                self._fail(
-                    IoTimeoutError(
-                        f"the copy of {self._copies[index].group.key} to the device is not over after "
-                        f"{self._link_timeout_s:g} s. The device is stuck or far too slow; check it, or raise "
-                        "nvme.io_timeout_s"
-                    )
-                )
-                return
-            await (fence if isinstance(fence, Awaitable) else asyncio.sleep(_FENCE_POLL_S))
         try:
-            fence.wait(0)
+            await self._link.until_over(fence, f"the copy of {self._copies[index].group.key} to the device")
         except Exception as error:
             self._fail(error)
+            if not fence.done:
+                return
         self._use_over(index, phase)
 
     def _fail(self, error: BaseException) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 
 from infinity.groups import FlatGroup
+from infinity.link import LinkPatience
 from infinity.optim.group_update import ChunkBuffers, ChunkRun, CountDown, GroupUpdate
 from infinity.optim.hyper import Kernel
 from infinity.optim.records import Record
@@ -30,7 +31,7 @@ from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
-from storage.errors import ClosedError, IoTimeoutError
+from storage.errors import ClosedError
 from storage.pool import HostPool
 from storage.types import Ticket, TrafficTag
 
@@ -45,7 +46,7 @@ class UpdatePipeline:
         store: where records and shards lie; None when everything is placed in host memory.
         budget: bytes of chunk buffers in flight; at least one chunk.
         on_failure: told about the first exception of an update, which is lost then.
-        link_timeout_s: longest time that a gradient may take from the device before it counts as stuck.
+        link: how long a gradient may take from the device.
         preserve: told, on the optimizer worker, the key of what lies in host memory for good before it changes.
     """
 
@@ -59,8 +60,8 @@ class UpdatePipeline:
         worker: Executor,
         read_ahead: ReadAhead,
         on_failure: Callable[[BaseException], None],
+        link: LinkPatience,
         on_chunk: Callable[[str, float, float], None] | None = None,
-        link_timeout_s: float = 60.0,
         preserve: Callable[[str], None] = lambda key: None,
     ) -> None:
         self._store = store
@@ -71,7 +72,7 @@ class UpdatePipeline:
         self._read_ahead = read_ahead
         self._on_failure = on_failure
         self._on_chunk = on_chunk
-        self._link_timeout_s = link_timeout_s
+        self._link = link
         self._preserve = preserve
         self._tasks: set[asyncio.Task[None]] = set()
         self.chunks_done = 0
@@ -207,14 +208,7 @@ class UpdatePipeline:
 
     def _wait_gradient(self, update: GroupUpdate) -> None:
         for fence in update.gradient.fences:
-            try:
-                fence.wait(self._link_timeout_s)
-            except TimeoutError as error:
-                raise IoTimeoutError(
-                    f"the gradient of {update.state.group.key} has not arrived from the device within "
-                    f"{self._link_timeout_s:g} s. The device is stuck or far too slow; check it, or raise "
-                    "nvme.io_timeout_s"
-                ) from error
+            self._link.wait(fence, f"the copy of the gradient of {update.state.group.key} from the device")
 
     def _write(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> Ticket:
         store, chunk, group = self._store, record.chunk, update.state.group

@@ -11,6 +11,7 @@ from infinity.config import Schedule
 from infinity.errors import InfinityError
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
+from infinity.link import LinkPatience
 from infinity.optim.hyper import Piece, StateField
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
@@ -112,7 +113,7 @@ class Machinery:
             groups_of_unit=[[group.index for group in unit.groups] for unit in scenario.units],
             uses=placement.uses,
             keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
-            link_timeout_s=_PATIENCE_S,
+            link=LinkPatience(_PATIENCE_S),
         )
         self.pipeline = UpdatePipeline(
             store=self.store,
@@ -122,7 +123,7 @@ class Machinery:
             worker=self.worker,
             read_ahead=self.read_ahead,
             on_failure=self._failures.append,
-            link_timeout_s=_PATIENCE_S,
+            link=LinkPatience(_PATIENCE_S),
         )
 
     def _hold_resident(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,57 @@ def test_stuck_write(offload: MakeEngine, drive: Callable[[], FaultyBackend]) ->
         for number in range(3):
             train(model, optimizer, number)
             engine.metrics()
+    engine.close()
+
+
+class _Stuck:
+    """A copy between host and device that never ends."""
+
+    done = False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        threading.Event().wait(timeout_s)
+        raise TimeoutError
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
+def test_a_gradient_that_never_leaves_the_device(
+    offload: MakeEngine, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's thread does not wait for ever, and what waits for it is told."""
+    model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.5})
+    train(model, optimizer, 0)
+    engine.metrics()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._runtime.device, "download", lambda *args, **kwargs: _Stuck())
+        with pytest.raises(IoTimeoutError, match=r"from the device|no transfer made progress") as stuck:
+            for number in range(1, 4):
+                train(model, optimizer, number)
+    assert "residency:" in str(stuck.value)
+    engine.close()
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
+def test_a_shard_that_never_reaches_the_device(
+    offload: MakeEngine, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host copy stays claimed, because the device may still read it; who needs its memory is told."""
+    model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.5})
+    train(model, optimizer, 0)
+    engine.metrics()
+    device = engine._runtime.device
+    upload = device.upload
+
+    def stuck_upload(*args: Any, **kwargs: Any) -> Any:
+        upload(*args, **kwargs)
+        return _Stuck()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device, "upload", stuck_upload)
+        with pytest.raises(IoTimeoutError, match=r"to the device|no transfer made progress") as stuck:
+            for number in range(1, 4):
+                train(model, optimizer, number)
+    assert "residency:" in str(stuck.value)
     engine.close()
 
 

@@ -17,6 +17,7 @@ from infinity.demand import Request
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
 from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.link import LinkPatience
 from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import AdamWHyper, Piece, StateField
 from infinity.optim.pipeline import UpdatePipeline
@@ -144,6 +145,7 @@ class PlannedRun:
         self._make_shards()
         self.order = AccessOrder([unit.index for unit in self.units if not unit.resident])
         self.read_ahead = ReadAhead(
+            link=LinkPatience(60.0),
             store=store,
             pool=self.pool,
             window=self.window,
@@ -154,6 +156,7 @@ class PlannedRun:
         )
         self.failures: list[BaseException] = []
         self.pipeline = UpdatePipeline(
+            link=LinkPatience(60.0),
             store=store,
             pool=self.pool,
             budget=self._pipeline_budget,

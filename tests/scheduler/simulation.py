@@ -18,6 +18,7 @@ from torch import nn
 from infinity.gradients import GroupGradient, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.link import LinkPatience
 from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import AdamWHyper, Piece, StateField
 from infinity.optim.pipeline import UpdatePipeline
@@ -127,6 +128,7 @@ class Simulation:
         self.gpu = FakeGpu(self.path / "device", self.device_nbytes or largest, h2d=1e12, d2h=1e12)
         self.order = AccessOrder(range(len(self.groups)))
         self.read_ahead = ReadAhead(
+            link=LinkPatience(60.0),
             store=self.store,
             pool=self.pool,
             window=self.window,
@@ -140,6 +142,7 @@ class Simulation:
         self._stack.enter_context(self.gpu)
         self.failures: list[BaseException] = []
         self.pipeline = UpdatePipeline(
+            link=LinkPatience(60.0),
             store=self.store,
             pool=self.pool,
             budget=self.pipeline_budget,
