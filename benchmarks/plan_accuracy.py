@@ -28,7 +28,7 @@ from infinity.bench.machine import describe_machine
 from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.plan.drives import DriveModel
-from infinity.plan.observed import Calibration, RunObserver, scenario_of, with_drives
+from infinity.plan.observed import Calibration, RunObserver, scenario_of_run, with_drives
 from infinity.plan.simulate import simulate
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
@@ -100,7 +100,7 @@ def compare(
     throttle = Throttle(*rates)
     models = [DriveModel(*rates, latency_s=0.0, duplex=1.0)] * len(folders)
     with opened(shape, schedule, folders, throttle) as engine:
-        scenario = scenario_of(engine._runtime, with_drives(calibration, models), micro_batches=1, recompute=False)
+        scenario = scenario_of_run(engine._runtime, with_drives(calibration, models), micro_batches=1, recompute=False)
         predicted_s = simulate(scenario).step_s
         moments = run(engine, steps).moments[2:]
     measured_s = (moments[-1].at_s - moments[0].at_s) / (len(moments) - 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -361,6 +362,8 @@ class Iteration:
         if self._repeats.is_repetition(access):
             return
         runtime = self._runtime
+        name = runtime.units[access.unit].name
+        runtime.trace.add(name, f"use {access.phase.value}", time.perf_counter(), 0.0)
         runtime.order.record(access)
         trace, position = runtime.order.upcoming()
         runtime.io.post(runtime.read_ahead.moved, runtime.order.mode, trace, position)

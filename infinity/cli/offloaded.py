@@ -13,6 +13,7 @@ from typing import IO
 import torch
 from torch import nn
 
+from infinity.bench.machine import describe_machine
 from infinity.cli import checkpoints
 from infinity.cli.console import make_console
 from infinity.cli.display import Display
@@ -33,6 +34,7 @@ from infinity.models.gpt import Gpt, init_weights
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
+from infinity.plan.scheduler_trace import SchedulerTrace, record
 from infinity.plan.wear_guard import WearGuard, WearReport
 
 
@@ -45,6 +47,7 @@ class OffloadedRun:
     measured: Measured | None = None
     prediction: Prediction | None = None
     wear: list[WearReport] = field(default_factory=list)
+    scheduler: SchedulerTrace | None = None
     hashes: dict[str, str] = field(default_factory=dict)
 
 
@@ -89,6 +92,14 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
             display.say(f"saved to {options.save}")
         run.measured = Measured.of(engine)
         run.wear = guard.report()
+        if options.scheduler_trace is not None:
+            run.scheduler = record(
+                engine._runtime,
+                observer,
+                machine=describe_machine(),
+                micro_batches=training.accumulate,
+                traffic=run.measured.traffic.per_step[-1],
+            )
         if options.trace is not None:
             engine.trace.write_chrome(options.trace)
         if options.baseline:

@@ -17,6 +17,7 @@ def plan(options: PlanOptions) -> None:
     infinity plan --preset 7b --sweep host-memory=64GiB..512GiB --html sweep.html
     infinity plan --calibrate --nvme /mnt/nvme0          measure this machine; plans without hardware options are of it
     infinity plan --here --preset 1b --drive 2x7.0:3.4    this machine with other drives
+    infinity plan --replay run.scheduler --drive 7:3.4    a recorded run on another drive
     infinity plan --layers 48 --hidden 1600 --gpus 8 --nodes 8 --stages
     """
     with deferred():

@@ -102,6 +102,13 @@ class PlanOptions:
             rich_help_panel=_SHOW,
         ),
     ] = ()
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            help="Simulate what `infinity train --scheduler-trace` recorded, on its drives or on those of --drive.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = None
     search: Annotated[
         bool, typer.Option("--search", help="Rank all plans for these tokens per step.", rich_help_panel=_SHOW)
     ] = False

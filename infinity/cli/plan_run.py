@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,15 @@ from infinity.bench.machine import describe_machine
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_json, write_text
 from infinity.cli.plan_options import PlanOptions
-from infinity.cli.plan_tables import changes_table, nearest_text, plan_tables, search_table, stages_table, sweep_table
+from infinity.cli.plan_tables import (
+    changes_table,
+    nearest_text,
+    plan_tables,
+    replay_table,
+    search_table,
+    stages_table,
+    sweep_table,
+)
 from infinity.cli.shapes import preset_named, shape_of
 from infinity.config import OptimizerKind, Precision, Schedule, StateFormat, refuse_state_format
 from infinity.errors import ConfigError, PlacementError
@@ -23,6 +32,8 @@ from infinity.plan.hardware import CPU, Hardware, effective_link, from_bench, gp
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
 from infinity.plan.report import change_json, plan_json, stages_json, sweep_json
+from infinity.plan.scheduler_trace import read_trace, replay_json
+from infinity.plan.simulate import simulate
 from infinity.plan.stages import stage_rows
 from infinity.plan.timeline import chrome_trace, graph_objects, page, timeline_figure
 from infinity.sizes import GIB, MIB, parse_nbytes
@@ -45,6 +56,9 @@ def run(options: PlanOptions) -> None:
         from infinity.cli.plan_calibrate import calibrate
 
         write_json(options.json, calibrate(options, console))
+        return
+    if options.replay is not None:
+        _replay(options.replay, options, console)
         return
     request = make_request(options)
     result: dict[str, Any] = {}
@@ -201,6 +215,21 @@ def _plan(request: PlanRequest, options: PlanOptions, console: Console) -> StepP
         raise PlacementError(f"{error}\n{nearest_text(nearest)}") from None
 
 
+def _replay(path: Path, options: PlanOptions, console: Console) -> None:
+    trace = read_trace(path)
+    drives = [drive.model for drive in parse_drives(options.drive)]
+    scenario = trace.scenario(drives)
+    simulated = simulate(scenario, keep_spans=True)
+    moved = (simulated.read_nbytes, simulated.write_nbytes)
+    console.print(replay_table(trace, simulated.step_s, moved, simulated.stalls_s, has_other_drives=bool(drives)))
+    write_json(options.json, replay_json(trace, simulated.step_s, moved, simulated.stalls_s))
+    title = f"One step of {path.name}, replayed: {simulated.step_s:.3f} s"
+    if options.html is not None:
+        write_text("--html", options.html, page(title, [timeline_figure(simulated.spans, title)]))
+    if options.trace is not None:
+        write_text("--trace", options.trace, chrome_trace(simulated.spans))
+
+
 def _sweep(request: PlanRequest, text: str, console: Console, result: dict[str, Any]) -> list[Any]:
     swept = advise.sweep(request, text)
     console.print(sweep_table(swept))
@@ -214,6 +243,8 @@ def _sweep(request: PlanRequest, text: str, console: Console, result: dict[str, 
 def _check_outputs(options: PlanOptions) -> None:
     check_files(json=options.json, html=options.html, trace=options.trace)
     is_one_step = not (options.stages or options.search or options.sweep is not None)
+    if options.replay is not None and (options.calibrate or not is_one_step):
+        raise ConfigError("--replay shows one step; leave out --calibrate, --stages, --search and --sweep")
     if options.trace is not None and not is_one_step:
         raise ConfigError("--trace shows one step; leave out --stages, --search and --sweep")
     if options.html is not None:

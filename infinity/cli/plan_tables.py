@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from infinity.plan.advice import Change, Sweep
 from infinity.plan.planner import PlanRequest, StepPlan
+from infinity.plan.scheduler_trace import SchedulerTrace
 from infinity.plan.stages import StageRow
 from infinity.plan.wear import DriveWear
 from infinity.sizes import format_nbytes
@@ -167,6 +168,28 @@ def stages_table(rows: Sequence[StageRow], request: PlanRequest) -> Group:
         table.add_row(row.name, *map(gigabytes, sizes), sent, *map(gigabytes, moved))
     note = "Φ: parameters. 16 bytes each: 2 parameter, 2 gradient, 12 state; 12 on NVMe, where gradients pass through"
     return Group(table, Text(note, style="dim"))
+
+
+def replay_table(
+    trace: SchedulerTrace,
+    step_s: float,
+    moved: tuple[int, int],
+    stalls_s: Mapping[str, float],
+    *,
+    has_other_drives: bool,
+) -> Group:
+    """A recorded run beside its replay."""
+    where = "replayed on other drives" if has_other_drives else "replayed"
+    title = f"{len(trace.units)} units, schedule {trace.placement.schedule.value}, {trace.calibration.steps} steps"
+    table = _table(title, "of a step", "measured", where)
+    table.add_row("seconds", seconds(trace.measured_s), f"{seconds(step_s)} ({step_s / trace.measured_s - 1:+.1%})")
+    for name, measured, replayed in zip(("read", "written"), trace.traffic, moved, strict=True):
+        table.add_row(name, format_nbytes(measured), format_nbytes(replayed))
+    for cause, waited_s in sorted(stalls_s.items(), key=lambda item: -item[1]):
+        if waited_s >= _FEW_S:
+            table.add_row(f"waited for {cause}", "", seconds(waited_s))
+    same = "the same bytes" if moved == trace.traffic else "NOT the same bytes: the run was not in its steady state"
+    return Group(table, Text(same, style="dim"))
 
 
 def nearest_text(nearest: Change | None) -> str:

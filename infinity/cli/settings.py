@@ -19,6 +19,7 @@ from infinity.durable.notes import StoredRun, read_run
 from infinity.errors import CheckpointError, ConfigError
 from infinity.models.gpt import GptShape
 from infinity.models.presets import DEFAULT_PRESET, Preset
+from infinity.plan.scheduler_trace import LEAST_STEPS
 from infinity.sizes import parse_nbytes
 from storage.durable import DURABLE_PREFIX, durable_folder
 
@@ -84,6 +85,8 @@ def resolve(options: TrainOptions) -> RunSettings:
     config = _engine_config(options)
     _check_directories(config)
     config, schedule_note = _choose_schedule(config, options)
+    if options.scheduler_trace is not None and (options.steps or preset.steps) < LEAST_STEPS:
+        raise ConfigError(f"--scheduler-trace needs --steps {LEAST_STEPS} or more: the first step is left out")
     kind = config.device.kind
     if kind is DeviceKind.AUTO:
         kind = DeviceKind.CUDA if torch.cuda.is_available() else DeviceKind.CPU
@@ -122,8 +125,9 @@ def _check_directories(config: Config) -> None:
 
 def _check_ranks(options: TrainOptions) -> None:
     size = this_job().size
-    if size > 1 and options.baseline:
-        raise ConfigError(f"--baseline works with one rank, and this job has {size}; leave it out")
+    for name, given in (("--baseline", options.baseline), ("--scheduler-trace", options.scheduler_trace)):
+        if size > 1 and given:
+            raise ConfigError(f"{name} works with one rank, and this job has {size}; leave it out")
 
 
 def _engine_config(options: TrainOptions) -> Config:

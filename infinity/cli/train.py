@@ -8,7 +8,7 @@ from infinity.bench.machine import describe_machine
 from infinity.cli import baseline
 from infinity.cli.console import make_console
 from infinity.cli.failures import deferred
-from infinity.cli.files import check_files, write_json
+from infinity.cli.files import check_files, write_json, write_text
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded
@@ -20,6 +20,7 @@ from infinity.cli.train_options import TrainOptions
 from infinity.errors import ConfigError, InfinityError
 from infinity.plan.calibration import CalibrationFile, Residual, now
 from infinity.plan.observed import Prediction
+from infinity.plan.scheduler_trace import to_text
 
 
 def train(options: TrainOptions) -> None:
@@ -32,7 +33,12 @@ def train(options: TrainOptions) -> None:
     if not this_job().is_first:
         options = replace(options, json=None, metrics=None, trace=None)
     settings = resolve(options)
-    check_files(json=options.json, trace=options.trace, metrics=options.metrics)
+    check_files(
+        json=options.json,
+        trace=options.trace,
+        metrics=options.metrics,
+        scheduler_trace=options.scheduler_trace,
+    )
     _check_resume(options)
     if options.baseline:
         baseline.check_memory(settings.training)
@@ -63,6 +69,8 @@ def train(options: TrainOptions) -> None:
         add_baseline(report, comparison, run.first_step)
     console.print(summary(report))
     write_json(options.json, report)
+    if options.scheduler_trace is not None and run.scheduler is not None:
+        write_text("--scheduler-trace", options.scheduler_trace, to_text(run.scheduler))
 
 
 def _keep_residual(settings: RunSettings, prediction: Prediction) -> None:

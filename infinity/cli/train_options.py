@@ -88,6 +88,13 @@ class TrainOptions:
     metrics: Annotated[
         Path | None, typer.Option(help="Write a JSON line per step to this file.", rich_help_panel=OUTPUT)
     ] = None
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.", rich_help_panel=OUTPUT)] = (
-        None
-    )
+    scheduler_trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write what the scheduler saw and did to this file, for `infinity plan --replay`.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace to this file.", rich_help_panel=OUTPUT)
+    ] = None

@@ -28,7 +28,7 @@ from infinity.optim.adamw import AdamW
 from infinity.plan.calibration import Alone, Corrections, MachineCalibration, Residual, now
 from infinity.plan.drives import DriveModel
 from infinity.plan.model import BACKWARD_FLOPS, ModelPlan, model_plan
-from infinity.plan.observed import Calibration, RunObserver, scenario_of
+from infinity.plan.observed import Calibration, RunObserver, scenario_of_run
 from infinity.plan.simulate import simulate
 from infinity.sizes import MIB
 from storage.calibration import calibrate
@@ -195,7 +195,7 @@ def corrections_from(alone: Alone, seen: Calibration) -> Corrections:
 
 
 def _predict(engine: Engine, calibration: Calibration) -> float:
-    return simulate(scenario_of(engine._runtime, calibration, micro_batches=1, recompute=False)).step_s
+    return simulate(scenario_of_run(engine._runtime, calibration, micro_batches=1, recompute=False)).step_s
 
 
 @contextmanager

@@ -8,13 +8,15 @@ of the run still gets wrong on the steps it was fitted to is kept as a residual 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from infinity.groups import Unit
+from infinity.groups import FlatGroup, Unit
+from infinity.optim.hyper import StateField
+from infinity.placement import Placement
 from infinity.plan.drives import DriveModel
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
 from infinity.plan.simulate import simulate
@@ -128,7 +130,7 @@ class RunObserver:
         calibration = self.calibrate(moments[: n_fitted + 1])
         rest = moments[n_fitted:] if len(moments) > n_fitted + 1 else moments
         measured_s = _step_s(rest[0], rest[-1], len(rest) - 1)
-        scenario = scenario_of(self._runtime, calibration, micro_batches=micro_batches, recompute=recompute)
+        scenario = scenario_of_run(self._runtime, calibration, micro_batches=micro_batches, recompute=recompute)
         step_s = simulate(scenario).step_s
         fitted_s = calibration.measured_s
         return Prediction(step_s, measured_s, step_s / fitted_s - 1, step_s / measured_s - 1, calibration)
@@ -166,14 +168,39 @@ def _drives(first: Moment, last: Moment) -> tuple[DriveModel, ...]:
     return tuple(models)
 
 
-def scenario_of(runtime: Runtime, calibration: Calibration, *, micro_batches: int, recompute: bool) -> Scenario:
+def scenario_of_run(
+    runtime: Runtime, calibration: Calibration, *, micro_batches: int, recompute: bool
+) -> Scenario:
     """The scenario of a running engine on the machine that the calibration saw."""
-    return Scenario(
+    return scenario_of(
         units=runtime.units,
         groups=runtime.groups,
         fields=runtime.kernel.fields,
         placement=runtime.placement,
         times=unit_times(runtime.units, calibration.thread_s / micro_batches, recompute=recompute),
+        calibration=calibration,
+        micro_batches=micro_batches,
+    )
+
+
+def scenario_of(
+    *,
+    units: Sequence[Unit],
+    groups: Sequence[FlatGroup],
+    fields: tuple[StateField, ...],
+    placement: Placement,
+    times: Mapping[int, UnitTime],
+    calibration: Calibration,
+    micro_batches: int,
+    order: Sequence[int] = (),
+) -> Scenario:
+    """A scenario whose times have everything in them that the training thread did, copies included."""
+    return Scenario(
+        units=units,
+        groups=groups,
+        fields=fields,
+        placement=placement,
+        times=times,
         speeds=Speeds(
             h2d_bytes_per_s=_INSTANT_BYTES_PER_S,
             d2h_bytes_per_s=_INSTANT_BYTES_PER_S,
@@ -182,6 +209,7 @@ def scenario_of(runtime: Runtime, calibration: Calibration, *, micro_batches: in
         ),
         drives=calibration.drives,
         micro_batches=micro_batches,
+        order=order,
     )
 
 

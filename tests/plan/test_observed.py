@@ -14,7 +14,7 @@ from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.plan.bounds import moved_nbytes, scenario_traffic
 from infinity.plan.drives import DriveModel
-from infinity.plan.observed import Calibration, Moment, RunObserver, _drives, scenario_of, unit_times, with_drives
+from infinity.plan.observed import Calibration, Moment, RunObserver, _drives, scenario_of_run, unit_times, with_drives
 from infinity.plan.simulate import simulate
 
 SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=16)
@@ -67,7 +67,7 @@ def test_a_prediction_simulates_the_very_placement_of_the_run(tmp_path: Path) ->
         prediction = observer.predict(micro_batches=1, recompute=False)
         assert prediction is not None
         assert prediction.calibration.steps == 2  # of five after the first
-        scenario = scenario_of(engine._runtime, prediction.calibration, micro_batches=1, recompute=False)
+        scenario = scenario_of_run(engine._runtime, prediction.calibration, micro_batches=1, recompute=False)
         result = simulate(scenario)
         assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(scenario))
         expected = engine.plan.expected_traffic(1)
@@ -83,7 +83,7 @@ def test_slower_drives_make_the_same_machine_slower(tmp_path: Path) -> None:
     with engine:
         calibration = observer.calibrate(observer.moments[1:])
         slow = with_drives(calibration, [DriveModel(1e6, 1e6, latency_s=0.0, duplex=1.0)])
-        scenario = scenario_of(engine._runtime, slow, micro_batches=1, recompute=False)
+        scenario = scenario_of_run(engine._runtime, slow, micro_batches=1, recompute=False)
         read, write = moved_nbytes(scenario_traffic(scenario))
         assert simulate(scenario).step_s >= max(read, write) / 1e6 * 0.99
 

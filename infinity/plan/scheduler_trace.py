@@ -1,0 +1,262 @@
+"""A real run as the scheduler saw it, in a file that the simulator replays, on this machine's drives or on others.
+
+The file holds what the scheduler was given (units, groups, placement), the order in which units were used, the seconds
+the training thread worked in each use, as measured, and what the drives did. A replay simulates exactly that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.groups import FlatGroup, Unit
+from infinity.observe.trace import TraceEvent
+from infinity.optim.hyper import StateField
+from infinity.order import Phase
+from infinity.placement import Placement
+from infinity.plan.drives import DriveModel
+from infinity.plan.observed import Calibration, Moment, RunObserver, scenario_of
+from infinity.plan.reading import read_json
+from infinity.plan.scenario import Scenario, UnitTime
+from infinity.runtime import Runtime
+from infinity.units import Owned
+
+FORMAT, VERSION = "infinity-scheduler-trace", 1
+LEAST_STEPS = 3
+USE_CATEGORY = "use"  # of the events that tell when a unit is used
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A flat group. `units` are those that gather it; dtypes are named as in torch."""
+
+    key: str
+    shapes: list[tuple[str, list[int]]]
+    trainable: bool
+    shard_dtype: str
+    compute_dtype: str
+    units: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedUnit:
+    """A unit with its groups, and the seconds of one use in each phase."""
+
+    name: str
+    groups: list[int]
+    resident: bool
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerTrace:
+    """A recorded run.
+
+    Attributes:
+        order: unit indices in the order of the forward; `uses` are those of one whole step, as (phase, unit).
+        fields: name, dtype and block of every part of the optimizer's state.
+        calibration: of the kernels and drives, from all steps but the first.
+        measured_s: mean seconds of those steps.
+        traffic: bytes of the last step, padding included, as counted: read, written.
+    """
+
+    machine: dict[str, Any]
+    units: list[RecordedUnit]
+    groups: list[RecordedGroup]
+    fields: list[tuple[str, str, int]]
+    placement: Placement
+    order: list[int]
+    uses: list[tuple[str, int]]
+    micro_batches: int
+    calibration: Calibration
+    measured_s: float
+    traffic: tuple[int, int]
+
+    def scenario(self, drives: Sequence[DriveModel] = ()) -> Scenario:
+        """What the simulator replays. `drives` go in the place of those of the run."""
+        groups = [_group(index, recorded) for index, recorded in enumerate(self.groups)]
+        units = [
+            Unit(index, unit.name, nn.Module(), tuple(groups[number] for number in unit.groups), unit.resident)
+            for index, unit in enumerate(self.units)
+        ]
+        times = {index: UnitTime(unit.forward_s, unit.backward_s) for index, unit in enumerate(self.units)}
+        calibration = replace(self.calibration, drives=tuple(drives) or self.calibration.drives)
+        return scenario_of(
+            units=units,
+            groups=groups,
+            fields=tuple(StateField(name, _dtype(dtype), block) for name, dtype, block in self.fields),
+            placement=self.placement,
+            times=times,
+            calibration=calibration,
+            micro_batches=self.micro_batches,
+            order=self.order,
+        )
+
+
+def record(
+    runtime: Runtime,
+    observer: RunObserver,
+    *,
+    machine: Mapping[str, Any],
+    micro_batches: int,
+    traffic: Mapping[str, int],
+) -> SchedulerTrace:
+    """The run so far. Its first step is left out: it reads no state and fills caches.
+
+    Args:
+        traffic: of the last step, as `Engine.traffic` counts it.
+
+    Raises:
+        ConfigError: fewer than `LEAST_STEPS` steps have run.
+    """
+    moments = observer.moments[1:]
+    if len(moments) < LEAST_STEPS:
+        raise ConfigError(f"--scheduler-trace needs {LEAST_STEPS} steps or more: the first step is left out")
+    steps = [_uses_between(runtime.trace.events(), *pair) for pair in pairwise(moments)]
+    times = _mean_times(steps, micro_batches)
+    uses = [(phase.value, _index_of(runtime.units, name)) for name, phase, _ in steps[-1]]
+    forward = [unit for phase, unit in uses if phase == Phase.FORWARD.value]
+    calibration = observer.calibrate(moments)
+    return SchedulerTrace(
+        machine=dict(machine),
+        units=[_recorded_unit(unit, times) for unit in runtime.units],
+        groups=[_recorded_group(group) for group in runtime.groups],
+        fields=[(each.name, str(each.dtype), each.block_numel) for each in runtime.kernel.fields],
+        placement=runtime.placement,
+        order=list(dict.fromkeys(forward)),
+        uses=uses,
+        micro_batches=micro_batches,
+        calibration=calibration,
+        measured_s=calibration.measured_s,
+        traffic=(
+            traffic["nvme_read_bytes"] + traffic["nvme_read_padding_bytes"],
+            traffic["nvme_write_bytes"] + traffic["nvme_write_padding_bytes"],
+        ),
+    )
+
+
+def _uses_between(events: Sequence[TraceEvent], first: Moment, last: Moment) -> list[tuple[str, Phase, float]]:
+    """Uses of units in one step with the seconds that the training thread worked in each, waits left out.
+
+    A use lasts until the next; the last one of a step has the optimizer step behind it.
+    """
+    mine = [event for event in events if first.at_s <= event.start_s < last.at_s]
+    starts = [event for event in mine if event.category.startswith(USE_CATEGORY)]
+    stalls = [event for event in mine if event.category == "stall"]
+    paused_s = last.paused_s - first.paused_s
+    found = []
+    for number, use in enumerate(starts):
+        begin_s = use.start_s if number else first.at_s + paused_s
+        end_s = starts[number + 1].start_s if number + 1 < len(starts) else last.at_s
+        waited_s = sum(s.duration_s for s in stalls if begin_s <= s.start_s < end_s)
+        phase = Phase(use.category.removeprefix(f"{USE_CATEGORY} "))
+        found.append((use.name, phase, max(end_s - begin_s - waited_s, 0.0)))
+    return found
+
+
+def _mean_times(
+    steps: Sequence[Sequence[tuple[str, Phase, float]]], micro_batches: int
+) -> dict[tuple[str, Phase], float]:
+    """Seconds of one use, so that all uses of a step together take what they took."""
+    totals: dict[tuple[str, Phase], float] = defaultdict(float)
+    for step in steps:
+        for name, phase, seconds in step:
+            totals[name, phase] += seconds
+    return {use: seconds / len(steps) / micro_batches for use, seconds in totals.items()}
+
+
+def _index_of(units: Sequence[Unit], name: str) -> int:
+    return next(unit.index for unit in units if unit.name == name)
+
+
+def _recorded_unit(unit: Unit, times: Mapping[tuple[str, Phase], float]) -> RecordedUnit:
+    forward_s, backward_s = (times.get((unit.name, phase), 0.0) for phase in (Phase.FORWARD, Phase.BACKWARD))
+    return RecordedUnit(unit.name, [group.index for group in unit.groups], unit.resident, forward_s, backward_s)
+
+
+def _recorded_group(group: FlatGroup) -> RecordedGroup:
+    return RecordedGroup(
+        key=group.key,
+        shapes=[(slot.name, list(slot.shape)) for slot in group.layout.slots],
+        trainable=group.trainable,
+        shard_dtype=str(group.shard_dtype),
+        compute_dtype=str(group.compute_dtype),
+        units=sorted(group.units),
+    )
+
+
+def _group(index: int, recorded: RecordedGroup) -> FlatGroup:
+    own = [
+        Owned(name, nn.Parameter(torch.empty(shape, device="meta"), requires_grad=recorded.trainable))
+        for name, shape in recorded.shapes
+    ]
+    group = FlatGroup(
+        index,
+        recorded.key,
+        own,
+        shard_dtype=_dtype(recorded.shard_dtype),
+        compute_dtype=_dtype(recorded.compute_dtype),
+    )
+    group.units = set(recorded.units)
+    return group
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"the scheduler trace names {name!r}, which is no dtype of torch {torch.__version__}")
+    return found
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def to_text(trace: SchedulerTrace) -> str:
+    """The file. The same run gives the same text but for its times."""
+    content = TypeAdapter(SchedulerTrace).dump_python(trace, mode="json")
+    for name in ("pinned_params", "pinned_states", "spilled_gradients", "keep_at_turn", "keep_at_boundary"):
+        content["placement"][name] = sorted(content["placement"][name])
+    return json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1) + "\n"
+
+
+def read_trace(path: Path) -> SchedulerTrace:
+    """Read a file that `to_text` gave.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such file.
+    """
+    content = read_json("--replay", path)
+    kind = (content.pop("format", None), content.pop("version", None)) if isinstance(content, dict) else ()
+    if kind != (FORMAT, VERSION):
+        raise ConfigError(
+            f"--replay {path}: this is not what `infinity train --scheduler-trace` writes, or not of this version"
+        )
+    try:
+        return TypeAdapter(SchedulerTrace).validate_python(content)
+    except ValidationError as error:
+        raise ConfigError(f"--replay {path}: {str(error).partition('For further')[0].strip()}") from error
+
+
+def replay_json(trace: SchedulerTrace, step_s: float, moved: tuple[int, int], stalls_s: Mapping[str, float]) -> Any:
+    """What a replay gave beside what the run was."""
+    return {
+        "machine": trace.machine,
+        "measured_seconds": trace.measured_s,
+        "replayed_seconds": step_s,
+        "error": step_s / trace.measured_s - 1,
+        "measured_bytes": list(trace.traffic),
+        "replayed_bytes": list(moved),
+        "stalls": dict(stalls_s),
+        "calibration": asdict(trace.calibration),
+    }
