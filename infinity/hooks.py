@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import UnsupportedModelError
+from infinity.escapes import Escapes
 from infinity.groups import Unit
 from infinity.microbatches import MicroBatches, UnitSlices, sliced_units
 from infinity.runs import Run
@@ -98,6 +99,7 @@ class UnitHooks:
         self._events = events
         self._slices = slices
         self._started: Run | None = None  # the forward under way
+        self._escapes = Escapes(unit.module)
 
     def install(self) -> list[RemovableHandle]:
         module = self._unit.module
@@ -106,14 +108,16 @@ class UnitHooks:
         return [
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True),
             module.register_forward_hook(post, always_call=True),
+            *self._escapes.install(),
         ]
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._started = None
         self._events.pre_forward(self._unit)
         if torch.is_grad_enabled():
-            self._started = Run.start(self._unit)
-            self._watch_inputs((args, kwargs), self._started)
+            run = self._started = Run.start(self._unit)
+            self._watch_inputs((args, kwargs), run)
+            self._escapes.begin(run, self._events.before_backward(run))
         return self._slices.begin(args, kwargs) if self._slices is not None else None
 
     def _watch_inputs(self, inputs: Any, run: Run) -> None:
@@ -132,6 +136,7 @@ class UnitHooks:
         finally:
             run.end()
             output = output if joined is None else joined
+            self._escapes.end()
             self._events.post_forward(self._unit, output)
         if output is not None and torch.is_grad_enabled():
             self._refuse_hidden(output)

@@ -26,13 +26,14 @@ from infinity.torch_compat import next_sequence_nr
 class Run:
     """One forward of a unit in grad mode: its nodes have numbers from `first` to less than `last`."""
 
-    __slots__ = ("first", "last", "thread", "unit")
+    __slots__ = ("first", "is_open", "last", "thread", "unit")
 
     def __init__(self, unit: Unit, first: int) -> None:
         self.unit = unit
         self.thread = threading.get_ident()
         self.first = first
         self.last = first
+        self.is_open = False  # its backward has begun and is not over; written by `OpenRuns`
 
     @classmethod
     def start(cls, unit: Unit) -> Run:
@@ -69,6 +70,7 @@ class OpenRuns:
         task = torch._C._current_graph_task_id()
         self._close_all([other for other, its_task in self._open.items() if its_task == task and other.is_after(run)])
         self._open.setdefault(run, task)
+        run.is_open = True
 
     def pass_by(self, run: Run) -> None:
         """A node older than all of `run` is about to be executed. Idempotent."""
@@ -81,9 +83,12 @@ class OpenRuns:
 
     def clear(self) -> None:
         """Forget all runs: the backward failed."""
+        for run in self._open:
+            run.is_open = False
         self._open.clear()
 
     def _close_all(self, runs: Iterable[Run]) -> None:
         for run in runs:
             del self._open[run]
+            run.is_open = False
             self._close(run.unit)
