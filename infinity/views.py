@@ -41,19 +41,19 @@ class Views:
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
         self._groups = {group.flat.untyped_storage()._cdata: group for group in groups}
         self._own = {group.index: storage_use_count(group.flat.untyped_storage()) for group in groups}
-        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._saved: dict[int, weakref.WeakSet[_Saved]] = {group.index: weakref.WeakSet() for group in groups}
 
     def are_alive(self, group: FlatGroup) -> bool:
         """Whether somebody may hold a tensor over this group's memory.
 
         A graph of an ordinary forward that still waits for its backward counts too: it cannot be told from a view.
         """
-        now = storage_use_count(group.flat.untyped_storage())
-        return now - self._own[group.index] > self._only_in_graphs(group)
+        held_by_others = storage_use_count(group.flat.untyped_storage()) - self._own[group.index]
+        return held_by_others > 0 and held_by_others > self._only_in_graphs(group)
 
     def _only_in_graphs(self, group: FlatGroup) -> int:
         own = {id(parameter) for parameter in group.parameters}
-        here = [one for one in self._saved if self._group_of(one.tensor) is group and id(one.tensor) not in own]
+        here = [one for one in self._saved[group.index] if id(one.tensor) not in own]
         holders = Counter(id(one.tensor) for one in here)
         distinct = {id(one.tensor): one for one in here}
         # Beside those that hold it for a graph there is only the argument of the call, unless the user holds it too.
@@ -71,8 +71,9 @@ class Views:
         """
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            saved = _Saved(tensor)
-            self._saved.add(saved)
+            saved, group = _Saved(tensor), self._group_of(tensor)
+            if group is not None:
+                self._saved[group.index].add(saved)
             return saved
 
         def unpack(saved: _Saved) -> torch.Tensor:

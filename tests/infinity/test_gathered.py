@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.views import Views
 from tests.conftest import MakeEngine
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import gathered_parameters
@@ -265,6 +266,25 @@ def test_values_saved_by_graphs_do_not_keep_memory(offload: MakeEngine, host: di
         row = model.get_parameter("head.weight")[0]
         loss = (row**2).sum()
     assert float(row.detach().square().sum()) == pytest.approx(loss.item())
+
+
+def test_only_tensors_over_parameters_are_looked_at(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a block costs what is left of its groups, not what graphs hold of everything else."""
+    model, looked = build(Net), []
+    group_of = Views._group_of
+
+    def counted(self: Views, tensor: torch.Tensor) -> Any:
+        looked.append(tensor.shape)
+        return group_of(self, tensor)
+
+    offload(model, host=HOSTS["pinned"])
+    with infinity.gathered(model):
+        monkeypatch.setattr(Views, "_group_of", counted)
+        loss = loss_of(model, batch(0))
+        during = len(looked)
+    assert during > 10
+    assert len(looked) == during
+    del loss
 
 
 def test_kept_views_are_named_when_memory_runs_out(offload: MakeEngine) -> None:
