@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from hashlib import blake2b
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -17,25 +15,17 @@ from infinity import hooks
 from infinity.access import ParameterAccess
 from infinity.adoption import adopt_changes
 from infinity.assemble import assemble
-from infinity.checkpoint.agreement import AllRanks
-from infinity.checkpoint.load import load_checkpoint
-from infinity.checkpoint.model_values import read_values, write_values
-from infinity.checkpoint.moments import SlotStates, read_states, write_states
-from infinity.checkpoint.over_ranks import save_over_ranks
 from infinity.checkpoint.rng import restore_rng_state
-from infinity.checkpoint.save import Beside, Stateful, save_checkpoint
-from infinity.checkpoint.series import Keep
 from infinity.checkpoint.tiers import CHECKPOINT_STEP
 from infinity.config import Config
 from infinity.durable.journal import Journal
 from infinity.durable.notes import StoredRun
-from infinity.durable.restore import find_run, restore, restore_shards
-from infinity.errors import CheckpointError, ConfigError
+from infinity.durable.restore import find_run, restore_shards
+from infinity.engine_state import StatefulEngine
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.init import fill_shards, leave_uninitialised
 from infinity.iteration import Iteration
-from infinity.lockstep import Want
 from infinity.materialise import FirstValues
 from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
@@ -53,7 +43,7 @@ from storage.space import DriveReport
 _log = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(StatefulEngine):
     """Holds an offloaded model's state in the tiers and runs its iterations. Made by `infinity.offload`.
 
     Use it as a context manager, or call `close()`: swap files, threads and memory are given back then. An engine that
@@ -220,184 +210,6 @@ class Engine:
         self._check_open()
         self._iteration.reset()
 
-    # Durable steps ---------------------------------------------------------------------------------------------
-
-    def note(self, extra: Mapping[str, Any]) -> None:
-        """Say that everything that belongs to the last step is done, and what the loop needs to go on after it.
-
-        With `durability="step"` this commits the step: parameters, optimizer state and settings, buffers, random number
-        generators and `extra` become durable together, behind the next forward. Call it after every step, when the LR
-        scheduler has been stepped. A loop that never calls it commits at the start of the next forward.
-
-        Args:
-            extra: numbers, text, tensors, and lists, tuples and dictionaries of them, for example
-                `{"scheduler": scheduler.state_dict(), "batch": number}`.
-
-        Raises:
-            ConfigError: steps are not durable.
-            CheckpointError: `extra` cannot be kept.
-            IterationError: the next step has begun.
-        """
-        self._check_open()
-        self._durable("note").note(extra)
-
-    @property
-    def committed_step(self) -> int:
-        """Optimizer steps of the last commit, those of earlier processes included; -1 if steps are not durable."""
-        committer = self._runtime.committer
-        return committer.store.step if committer is not None else -1
-
-    def restore(self, *, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """Go back to the last committed step; the run goes on with the same bits. Returns its `extra`.
-
-        For a process that continues a run (`infinity.offload(..., resume=True)`), once its optimizer is built; and for
-        one that has lost a step (a full disk, a read that failed), when the cause is gone: the lost step is undone, its
-        gradients are discarded. The random number generators and the model's buffers are set as they were.
-
-        Args:
-            optimizer: gets the settings of its parameter groups back; it must have the same groups.
-
-        Raises:
-            ConfigError: steps are not durable.
-            CheckpointError: the optimizer has other groups, or parameters are in use.
-            StorageError: what was committed cannot be read.
-        """
-        self._check_open()
-        journal = self._durable("restore")
-        return restore(self._runtime, self._updates, self._iteration, journal, optimizer)
-
-    def _durable(self, what: str) -> Journal:
-        if self._journal is None:
-            raise ConfigError(f"engine.{what}() needs infinity.Config(durability='step', nvme={{'paths': [...]}})")
-        return self._journal
-
-    def _changed(self) -> None:
-        if self._journal is not None:
-            self._journal.changed()
-
-    # Checkpoints -----------------------------------------------------------------------------------------------
-
-    def save(
-        self,
-        path: str | Path,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Stateful | None = None,
-        scaler: Stateful | None = None,
-        extra: Mapping[str, Any] | None = None,
-        keep: Keep = None,
-        wait: bool = True,
-    ) -> None:
-        """Save parameters, optimizer state, buffers and random number generators to a folder.
-
-        The folder appears when it is complete and on the drive; a checkpoint that is there already is replaced only
-        then. Gradients that no step has used are saved too. With several ranks all of them call it, each writes its own
-        shards, and `path` is on a file system that all of them see.
-
-        Args:
-            optimizer: whose settings of parameter groups (lr, betas, ...) are saved; default is the one of this engine.
-            scheduler, scaler: an LR scheduler and a loss scaler, saved by their `state_dict()`.
-            extra: what else the run needs to go on: numbers, text, tensors, and lists, tuples and dictionaries of them.
-            keep: `path` belongs to a series: the file `latest` beside it names it, and `load` finds it by the name of
-                the folder. So many checkpoints of the series are kept, older ones are removed; "all" keeps them.
-            wait: False returns as soon as it is known where everything lies; the checkpoint is written behind training,
-                with the values of now. What goes wrong then is raised by the next `step()`, `save()` or `wait_saved()`.
-                At most two are written at a time, to one place one: the next waits for the first. Several ranks
-                always wait.
-
-        Raises:
-            CheckpointError: `path` cannot be written or is something else, or `extra` cannot be saved.
-            IterationError: an update was lost, the running step has been applied in part, or gradients have been
-                clipped or unscaled and not been used.
-        """
-        self._check_open()
-        mine = self._updates.optimizer
-        if optimizer is None and isinstance(mine, torch.optim.Optimizer):
-            optimizer = mine
-        beside = Beside(optimizer, scheduler, scaler, extra)
-        ranks = self._meet(Want.SAVE, "the checkpoints to save", str(path))
-        self._accept_edits()
-        if ranks is not None:
-            save_over_ranks(self._runtime, self._updates, Path(path), beside, ranks, keep=keep)
-        else:
-            save_checkpoint(self._runtime, self._updates, Path(path), beside, keep=keep, wait=wait)
-
-    def wait_saved(self) -> None:
-        """Wait until every checkpoint of `save(..., wait=False)` is complete and on its drive.
-
-        Raises:
-            CheckpointError, StorageError: one could not be written; nothing is left of it.
-        """
-        self._check_open()
-        self._runtime.saver.wait()
-
-    def load(
-        self,
-        path: str | Path,
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: Stateful | None = None,
-        scaler: Stateful | None = None,
-    ) -> dict[str, Any]:
-        """Load a checkpoint of `save`; the run goes on with the same bits. Returns its `extra`.
-
-        Budgets, placement, schedule, precision, stage and number of ranks may differ from those of the engine that
-        saved it; of several ranks all call it, and those beyond the ranks that saved keep their random numbers.
-        Everything but the content of large files is checked before anything is changed. Gradients that no step has used
-        are those of the checkpoint. The random number generators of torch, Python and numpy are set as they were.
-
-        Args:
-            path: a checkpoint, or the folder of a series: then the latest one that can be read.
-            optimizer: gets the settings of its parameter groups back; it must have the same groups.
-            scheduler, scaler: get their state back.
-
-        Raises:
-            CheckpointError: nothing there, damaged, or of another model. If damage shows only while loading, the
-                engine refuses to step until a complete checkpoint has been loaded.
-            IterationError: an update was lost, or the running step has been applied in part.
-        """
-        self._check_open()
-        beside = Beside(optimizer, scheduler, scaler)
-        ranks = self._meet(Want.LOAD, "the checkpoints to load", str(path))
-        extra = load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), beside, ranks)
-        if self._journal is not None:
-            steps = max((step for state in self._runtime.states.values() for step in state.steps), default=0)
-            self._journal.replaced(steps, extra)
-        return extra
-
-    def read_model_state(self) -> dict[str, torch.Tensor]:
-        """Called by `infinity.state_dicts`: copies of all parameters and persistent buffers."""
-        self._refuse_ranks()
-        self._accept_edits()
-        return read_values(self._runtime, self._updates)
-
-    def write_model_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Called by `infinity.state_dicts`: replaces all parameters and persistent buffers."""
-        self._refuse_ranks()
-        self._changed()
-        write_values(self._runtime, self._updates, self._iteration, state)
-
-    def _refuse_ranks(self) -> None:
-        self._check_open()
-        if self._runtime.lockstep is not None:
-            raise CheckpointError(
-                "several ranks share the model, and no rank holds all of it; use engine.save() and engine.load(). What "
-                "they write infinity.checkpoint.dcp_reader gives to other tools"
-            )
-
-    def read_optimizer_state(self) -> SlotStates:
-        """Called by the optimizer's `state_dict()`: copies of all moments."""
-        self._check_open()
-        ranks = self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", "read")
-        return read_states(self._runtime, self._updates, ranks)
-
-    def write_optimizer_state(self, states: SlotStates) -> None:
-        """Called by the optimizer's `load_state_dict()`: replaces all moments and step counts."""
-        self._check_open()
-        self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", "load")
-        self._changed()
-        write_states(self._runtime, self._updates, states)
-
     # Looking inside --------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
@@ -500,25 +312,6 @@ class Engine:
         if error is not None and self._runtime.lockstep is not None:
             self._runtime.lockstep.collectives.note_error(error)
         self.close()
-
-    def _meet(self, boundary: Want, what: str, value: str) -> AllRanks | None:
-        """Wait until every rank does this with the same value; None with one rank."""
-        lockstep = self._runtime.lockstep
-        if lockstep is None:
-            return None
-        digest = int.from_bytes(blake2b(value.encode(), digest_size=7).digest())
-        lockstep.agree(boundary, what, digest)
-        return AllRanks(lockstep)
-
-    def _accept_edits(self) -> None:
-        """Parameters that are there (resident, or in a `gathered()` block) may be edited; the next update sees it."""
-        gathered = self._runtime.gatherer.gathered()
-        self._updates.refuse_edited(gathered)
-        for group in gathered:
-            self._access.accept(group)
-
-    def _check_open(self) -> None:
-        self._runtime.check_open()
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise TypeError("an engine cannot be copied")
