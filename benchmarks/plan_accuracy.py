@@ -2,9 +2,10 @@
 
 For each model size one run on the unthrottled drive gives the seconds of the training thread and of the kernels. Then
 every schedule runs on one and two throttled drives of two speeds; its step is predicted before it starts, from that
-calibration and the speeds of the throttle, by the simulated scheduler. Real files, real threads.
+calibration and the speeds of the throttle, by the simulated scheduler. On the drive as it is, every schedule is
+predicted from the calibration alone. Real files, real threads. The machine has to be quiet.
 
-    python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N]
+    python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--drives real,throttled]
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from storage.store import ShardStore
 
 SHAPES = (GptShape(8, 160, 4, 64), GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64))
 SCHEDULES = ("synchronous", "overlapped", "deferred")
-RATES = ((60e6, 40e6), (200e6, 130e6))  # read and write, bytes/s of one drive
+RATES = ((60e6, 40e6), (200e6, 130e6))  # throttles: read and write, bytes/s of one drive
 _DEVICE_BUDGET, _HOST_SHARE = "32MiB", 0.35  # of the state in host memory
 
 
@@ -92,15 +93,18 @@ def compare(
     shape: GptShape,
     calibration: Calibration,
     schedule: str,
-    rates: tuple[float, float],
+    rates: tuple[float, float] | None,
     folders: list[Path],
     steps: int,
 ) -> dict[str, Any]:
-    """One run: predicted before it starts, then measured without its first two steps."""
-    throttle = Throttle(*rates)
-    models = [DriveModel(*rates, latency_s=0.0, duplex=1.0)] * len(folders)
+    """One run: predicted before it starts, then measured without its first two steps. `rates` are a throttle's."""
+    throttle, expected = None, calibration
+    if rates is not None:
+        throttle = Throttle(*rates)
+        models = [DriveModel(*rates, latency_s=0.0, duplex=1.0)] * len(folders)
+        expected = with_drives(calibration, models)
     with opened(shape, schedule, folders, throttle) as engine:
-        scenario = scenario_of_run(engine._runtime, with_drives(calibration, models), micro_batches=1, recompute=False)
+        scenario = scenario_of_run(engine._runtime, expected, micro_batches=1, recompute=False)
         predicted_s = simulate(scenario).step_s
         moments = run(engine, steps).moments[2:]
     measured_s = (moments[-1].at_s - moments[0].at_s) / (len(moments) - 1)
@@ -108,8 +112,7 @@ def compare(
         "parameters": shape.parameters,
         "schedule": schedule,
         "drives": len(folders),
-        "read_bytes_per_s": rates[0],
-        "write_bytes_per_s": rates[1],
+        "throttle_bytes_per_s": rates,
         "predicted_s": round(predicted_s, 4),
         "measured_s": round(measured_s, 4),
         "error": round(predicted_s / measured_s - 1, 4),
@@ -123,7 +126,13 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--drives", default="real,throttled", help="which of them; both by default")
     options = parser.parse_args()
+    kinds = set(options.drives.split(","))
+    if not kinds <= {"real", "throttled"}:
+        parser.error(f"--drives {options.drives}: allowed: real, throttled, or both with a comma between")
+    cases: list[tuple[tuple[float, float] | None, int]] = [(None, 1)] if "real" in kinds else []
+    cases += [(rates, count) for rates in RATES for count in (1, 2)] if "throttled" in kinds else []
     started_s = time.perf_counter()
     rows = []
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
@@ -134,9 +143,8 @@ def main() -> None:
         for shape in SHAPES:
             calibration = calibrate(shape, root, options.steps)
             for schedule in SCHEDULES:
-                for rates in RATES:
-                    for count in (1, 2):
-                        rows.append(compare(shape, calibration, schedule, rates, folders[:count], options.steps))
+                for rates, count in cases:
+                    rows.append(compare(shape, calibration, schedule, rates, folders[:count], options.steps))
     errors = [abs(row["error"]) for row in rows]
     result = {
         "machine": describe_machine(),
