@@ -92,11 +92,20 @@ def _copy_here(source: int, offset: int, target: int, target_offset: int, nbytes
     buffer = memoryview(bytearray(min(nbytes, _BUFFER_NBYTES)))
     done = 0
     while done < nbytes:
-        count = os.preadv(source, [buffer[: min(nbytes - done, len(buffer))]], offset + done)
+        count = read_some(source, buffer[: min(nbytes - done, len(buffer))], offset + done)
         if count == 0:
             raise _ended(source, offset + done)
         write_all(target, buffer[:count], target_offset + done)
         done += count
+
+
+def read_some(fd: int, memory: memoryview, offset: int) -> int:
+    """Read into memory from an offset, as much as one call gives; how many bytes, 0 at the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [memory], offset)
+    data = os.pread(fd, len(memory), offset)
+    memory[: len(data)] = data
+    return len(data)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

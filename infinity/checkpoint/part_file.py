@@ -26,7 +26,7 @@ from infinity.checkpoint.tensor_file import TensorFileReader, TensorSpan, bytes_
 from infinity.errors import CheckpointError
 from storage.align import PAGE_NBYTES
 from storage.checksums import BLOCK_NBYTES
-from storage.copying import RangeCopier, write_all
+from storage.copying import RangeCopier, read_some, write_all
 from storage.errors import IntegrityError
 from storage.held import HeldKey, HeldKeys
 
@@ -266,7 +266,7 @@ def read_all(fd: int, memory: memoryview, offset: int, path: Path) -> None:
     """
     while memory:
         try:
-            count = os.preadv(fd, [memory], offset)
+            count = read_some(fd, memory, offset)
         except OSError as error:
             raise DamagedCheckpointError(
                 f"{path} cannot be read at offset {offset}: {error.strerror or error}"

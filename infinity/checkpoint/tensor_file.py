@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import damaged
 from infinity.errors import CheckpointError
-from storage.copying import write_all
+from storage.copying import read_some, write_all
 
 _CODES = {
     torch.float64: "F64",
@@ -186,7 +186,7 @@ class TensorFileReader:
         data = bytes_of(into)
         offset, left = span.offset + start * span.dtype.itemsize, data
         while left:
-            count = os.preadv(self.fd, [left], offset)
+            count = read_some(self.fd, left, offset)
             if count == 0:
                 raise damaged(self._path, f"it ends inside {name}")
             left, offset = left[count:], offset + count

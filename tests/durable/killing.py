@@ -1,11 +1,11 @@
 """Kills training processes (SIGKILL) at chosen points, continues what they left, compares with a run that was not.
 
-    python -m tests.durable.killing FOLDER PRECISION SCHEDULE BUDGET LOOP COUNT
+    python -m tests.durable.killing FOLDER PRECISION SCHEDULE BUDGET LOOP COUNT [FIRST LAST]
 
 Every run is a process of its own, forked from this one, which has loaded torch and started no thread. COUNT points are
 spread evenly over what the uninterrupted run does from its second step on: every transfer that is handed to a drive,
-and every step of a commit. It prints one JSON object: how many points there were, which kinds of them, and what went
-wrong.
+and every step of a commit. FIRST and LAST choose some of them (LAST excluded), so that many can be done in parts. It
+prints one JSON object: how many points there were, which kinds of them, and what went wrong.
 """
 
 from __future__ import annotations
@@ -170,7 +170,9 @@ def judge(expected: dict[str, Any], told: list[str], rest: dict[str, Any], *, no
     return ""
 
 
-def main(folder: Path, precision: str, schedule: str, budget: str, loop: str, count: int) -> None:
+def main(
+    folder: Path, precision: str, schedule: str, budget: str, loop: str, count: int, first: int = 0, last: int = 0
+) -> None:
     case = Case(folder, precision, schedule, budget, loop)
     folder.mkdir(exist_ok=True)
     status, expected = in_child(lambda tell: case.whole("whole", -1, tell), folder)
@@ -181,7 +183,7 @@ def main(folder: Path, precision: str, schedule: str, budget: str, loop: str, co
     total = len(expected["points"])
     failures: dict[int, str] = {}
     steps: Counter[int] = Counter()
-    for number in range(count):
+    for number in range(first, last or count):
         point = number * total // count
         name = f"killed{point}"
         status, killed = in_child(lambda tell, p=point, n=name: case.whole(n, p, tell), folder)  # type: ignore[misc]
@@ -199,4 +201,4 @@ def main(folder: Path, precision: str, schedule: str, budget: str, loop: str, co
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5], int(sys.argv[6]))
+    main(Path(sys.argv[1]), *sys.argv[2:6], *map(int, sys.argv[6:]))

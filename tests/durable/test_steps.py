@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import infinity
+from storage.filesystems import sync_data
 from storage.versioned import VersionedStore
 from tests.conftest import small_config
 from tests.resume import CASES, Run
@@ -61,6 +64,36 @@ def test_a_continued_run_is_the_uninterrupted_one(tmp_path: Path, precision: str
         note(rest)
         rest.engine.close()
     assert found == losses
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+@pytest.mark.parametrize("loop", ["notes", "forwards"])
+def test_one_transaction_and_one_sync_per_drive_and_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str, drives: int
+) -> None:
+    """What a durable step costs: no more, whether the loop notes its steps or not."""
+    synced: Counter[str] = Counter()
+
+    def counted(fd: int) -> None:
+        synced[os.readlink(f"/proc/self/fd/{fd}")] += 1
+        sync_data(fd)
+
+    monkeypatch.setattr("storage.versioned.sync_data", counted)
+    paths = [tmp_path / f"drive{number}" for number in range(drives)]
+    config = small_config(tmp_path, durability="step", nvme={"paths": paths}, host={"budget": "300KiB"})
+    run = Run(lambda model: infinity.offload(model, config))
+    store, committer = store_of(run.engine), run.engine._runtime.committer
+    assert committer is not None
+    before = store.generation, committer.commits
+    synced.clear()
+    for step in range(4):
+        run.train(step, step + 1)
+        if loop == "notes":
+            note(run)
+    run.engine.close()
+    assert (store.generation, committer.commits) == (before[0] + 4, before[1] + 4)
+    assert sorted(synced.values()) == [4] * drives
+    assert len({Path(path).parent for path in synced}) == drives
 
 
 def note(run: Run) -> None:

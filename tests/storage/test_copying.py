@@ -70,6 +70,14 @@ def test_a_refusal_leads_to_the_next_method_and_is_remembered(
     assert copier.nbytes == {CopyMethod.PLAIN: 750 * PAGE}
 
 
+def test_without_the_calls_of_linux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("preadv", "copy_file_range"):
+        monkeypatch.delattr(os, name)
+    copier = RangeCopier((CopyMethod.KERNEL,))
+    copied(tmp_path, copier)
+    assert copier.nbytes == {CopyMethod.PLAIN: 250 * PAGE}
+
+
 def test_other_errors_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*unused: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
