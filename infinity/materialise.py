@@ -54,21 +54,35 @@ def initialising_nbytes(
     spans = _spans(plan, units, groups)
     sizes = [group.layout.numel * group.source_dtype.itemsize for group in groups]
     peak = max((sum(n for (a, b), n in zip(spans, sizes, strict=True) if a <= at <= b) for at, _ in spans), default=0)
-    owned = _owner_ids(groups)
-    return peak + max((_scratch_nbytes(step) for step in plan.steps if _runs(step, plan, owned)), default=0)
+    needs = _Needs(plan, _owner_ids(groups), draws=values.match is None)
+    return peak + max((_scratch_nbytes(step) for step in plan.steps if needs.step(step)), default=0)
 
 
 def _owner_ids(groups: Sequence[FlatGroup]) -> set[int]:
     return {id(module) for group in groups for owners in group.owners for module, _ in owners}
 
 
-def _runs(step: InitStep, plan: InitPlan, owned: set[int]) -> bool:
-    """Whether the step is needed for modules that own something without values, or for the random numbers of others."""
-    if step.is_drawn:
-        return bool(owned)
-    if plan.reaches_down and any(id(part) in owned for module in step.touches for part in module.modules()):
-        return True
-    return any(id(module) in owned or _empty_buffers(module) for module in step.touches)
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Which steps are needed.
+
+    Attributes:
+        owned: ids of the modules that own parameters without values.
+        draws: whether all of construction's random numbers are drawn; not where most values come from files.
+    """
+
+    plan: InitPlan
+    owned: set[int]
+    draws: bool
+
+    def step(self, step: InitStep) -> bool:
+        """Whether a step fills something that has no values, or draws the random numbers of those before it."""
+        if step.is_drawn:
+            return self.draws and bool(self.owned)
+        inside = (part for module in step.touches for part in module.modules())
+        if self.plan.reaches_down and any(id(part) in self.owned for part in inside):
+            return True
+        return any(id(module) in self.owned or _empty_buffers(module) for module in step.touches)
 
 
 def _scratch_nbytes(step: InitStep) -> int:
@@ -145,14 +159,14 @@ class _Materialiser:
         # Models of transformers tie parameters when all are initialised, and keep the values of the first.
         self._is_tied_late = plan.reaches_down
         spans = _spans(plan, self._runtime.units, self._groups)
-        owned = _owner_ids(self._groups)
+        needs = _Needs(plan, _owner_ids(self._groups), draws=self._values.match is None)
         for group in self._groups:
             group.take_over()
         for number, step in enumerate(plan.steps):
             for group, (first, _) in zip(self._groups, spans, strict=True):
                 if first == number:
                     self._open[group.index] = _Staging(self._runtime, group)
-            if _runs(step, plan, owned):
+            if needs.step(step):
                 self._draw(step) if step.is_drawn else self._initialise(step)
             for group, (_, last) in zip(self._groups, spans, strict=True):
                 if last == number:

@@ -4,8 +4,8 @@
 |---|---|
 | a `.safetensors` file | it |
 | a `.pt`, `.pth` or `.bin` file | it, memory-mapped, without running code from it |
-| a folder | in this order: `checkpoint.json` (a checkpoint of infinity), `model.safetensors`, |
-| | `model.safetensors.index.json`, `pytorch_model.bin`, `pytorch_model.bin.index.json`, all `*.safetensors` |
+| a folder | in this order: `checkpoint.json` (a checkpoint of infinity; of a series the newest), |
+| | `model.safetensors`, its index, `pytorch_model.bin`, its index, all `*.safetensors` |
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import torch
 
 from infinity.checkpoint.format import BUFFERS_FILE, INDEX_FILE, PARAMETER, damaged
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.series import LATEST_FILE, candidates
 from infinity.checkpoint.tensor_file import TensorFileReader
 from infinity.errors import CheckpointError
 from infinity.weights.torch_file import TorchFile
+from infinity.weights.zero_checkpoint import is_zero_checkpoint
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SAFETENSORS = ".safetensors"
@@ -187,6 +189,12 @@ def _open(path: Path) -> WeightsFile:
 
 
 def _files_of(folder: Path) -> list[tuple[Path, Mapping[str, str] | None]]:
+    if (folder / LATEST_FILE).is_file() and not (folder / INDEX_FILE).exists():
+        if is_zero_checkpoint(folder):
+            raise CheckpointError(
+                f"{folder} is of DeepSpeed; give what `infinity checkpoint import {folder} OUT` makes of it"
+            )
+        folder = candidates(folder)[0]
     if (folder / INDEX_FILE).exists():
         buffers = [(folder / BUFFERS_FILE, None)] if (folder / BUFFERS_FILE).exists() else []
         return [(folder / INDEX_FILE, None), *buffers]

@@ -274,3 +274,10 @@ def test_the_command_takes_over_deepspeed(tmp_path: Path) -> None:
     assert code == 0, error
     assert "ZeRO stage 3 of 2 ranks" in output
     assert "not taken over" in output
+
+
+def test_weights_of_deepspeed_are_imported_first(tmp_path: Path) -> None:
+    plain, optimizer = _plain()
+    ZeroWriter(plain, optimizer, stage=2, ranks=1).write(tmp_path / "zero")
+    with pytest.raises(infinity.CheckpointError, match="infinity checkpoint import"):
+        infinity.offload(build(_Mixed), weights=tmp_path / "zero")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.weights.source import open_weights
-from tests.conftest import MakeEngine
+from tests.conftest import MakeEngine, small_config
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Attention, Frozen, Net, OddNet, batch, build, loss_of
 
@@ -276,6 +276,29 @@ def test_parameters_of_a_checkpoint_of_infinity(offload: MakeEngine, tmp_path: P
     offload(model, weights=tmp_path / "saved", **_TIGHT)
     wanted, got = gathered_parameters(first), gathered_parameters(model)
     assert all(torch.equal(got[name], value.float()) for name, value in wanted.items())
+
+
+def test_the_newest_of_a_series_of_checkpoints(offload: MakeEngine, tmp_path: Path) -> None:
+    for seed in (3, 4):
+        offload(build(Net, seed=seed), **_TIGHT).save(tmp_path / "run" / f"step{seed}", keep=2)
+    model = _empty(Net)
+    offload(model, weights=tmp_path / "run", **_TIGHT)
+    _check_same(model, build(Net, seed=4))
+
+
+@pytest.mark.parametrize("host", [_TIGHT, _ROOMY], ids=["tight", "roomy"])
+def test_with_durable_steps(offload: MakeEngine, tmp_path: Path, host: dict[str, Any]) -> None:
+    """What is in host memory for good lies in the swap files too: a process killed in its first step goes on."""
+    path = _single(_state(Net), tmp_path)
+    model = _empty(Net)
+    engine = offload(model, weights=path, durability="step", **host)
+    _check_same(model, build(Net, seed=3))
+    engine.close()
+    again = _empty(Net)
+    config = small_config(tmp_path, durability="step", **host)
+    with infinity.offload(again, config, weights=path, resume=True) as resumed:
+        _check_same(again, build(Net, seed=3))
+        assert resumed.loaded_weights is None
 
 
 # Files --------------------------------------------------------------------------------------------------------------

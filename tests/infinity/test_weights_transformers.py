@@ -98,6 +98,20 @@ def test_prefix_of_the_base_model(offload: MakeEngine, tmp_path: Path, kind: str
     assert all(torch.equal(got[name], wanted.get_parameter(name)) for name in shared)
 
 
+def test_a_head_that_files_lack_is_initialised_alone(offload: MakeEngine, tmp_path: Path) -> None:
+    """As from_pretrained does; the random numbers of construction are not drawn for the rest of the model."""
+    whole = _make("llama", seed=5)
+    whole.base_model.save_pretrained(tmp_path / "saved")
+    model = _empty("llama")
+    torch.manual_seed(9)
+    engine = offload(model, weights=tmp_path / "saved", strict=False, **_BUDGETS)
+    assert engine.loaded_weights is not None
+    assert engine.loaded_weights.missing_keys == ("lm_head.weight",)
+    torch.manual_seed(9)
+    wanted = torch.empty(hf_models.VOCAB, 32).normal_(0, 0.02)
+    assert torch.equal(gathered_parameters(model)["lm_head.weight"], wanted)
+
+
 def test_former_names(offload: MakeEngine, tmp_path: Path) -> None:
     """BERT's files once said gamma and beta."""
     saved = _make("bert", seed=5)
