@@ -10,6 +10,7 @@ from functools import partial
 
 from torch import nn
 
+from infinity.activations import Activations
 from infinity.checkpoint.saver import Saver
 from infinity.collectives import Collectives
 from infinity.config import Config, Precision, Schedule
@@ -177,7 +178,20 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         in_flight=in_flight,
         committer=_committer(plan, made, stalls),
         saver=saver,
+        activations=_activations(plan, made, stalls),
         lockstep=lockstep,
+    )
+
+
+def _activations(plan: Blueprint, made: _Resources, stalls: StallClock) -> Activations:
+    return Activations(
+        plan.config.activations.policy,
+        groups=plan.groups,
+        device=plan.device,
+        pool=made.pool,
+        budget=made.budgets["activations"],
+        store=made.store,
+        stalls=stalls,
     )
 
 
@@ -305,6 +319,7 @@ def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
         "gradients": TierBudget("gradients", placement.gradients_nbytes),
         "transit": TierBudget("gradient transit", placement.transit_nbytes),
         "pipeline": TierBudget("update pipeline", placement.pipeline_nbytes),
+        "activations": TierBudget("activations", plan.request.activations_nbytes),
         "device": plan.device.budget,
     }
 

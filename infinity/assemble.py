@@ -215,5 +215,7 @@ def _request(
         nvme_budget_nbytes=None if config.nvme.budget is None else config.nvme.budget // local_size,
         chunk_nbytes=chunk_nbytes,
         staging_nbytes=initial_nbytes,
+        activations_nbytes=config.activations.held_nbytes // local_size,
+        stored_activations_nbytes=config.activations.stored_nbytes // local_size,
         is_durable=config.durability is Durability.STEP,
     )

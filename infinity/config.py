@@ -21,7 +21,8 @@ from infinity.sizes import MIB, Nbytes, NbytesOrZero, format_nbytes, parse_nbyte
 if TYPE_CHECKING:
     from infinity.migration.report import Migration
 
-_SIZES = {"budget", "chunk", "resident_threshold", "block_nbytes", "h2d_bytes_per_s", "d2h_bytes_per_s"}
+_SIZES = {"budget", "host_budget", "nvme_budget", "chunk", "resident_threshold", "block_nbytes"}
+_SIZES |= {"h2d_bytes_per_s", "d2h_bytes_per_s"}
 _PAGE_NBYTES = 4096  # swap files are read and written in pages; `storage` is not imported for one number
 
 
@@ -66,6 +67,15 @@ class Durability(StrEnum):
     NONE = "none"
     CHECKPOINT = "checkpoint"  # what `engine.save` has written
     STEP = "step"  # every finished step: the swap files are kept, and each step is committed in them
+
+
+class ActivationPolicy(StrEnum):
+    """What units save for their backward, and where."""
+
+    NONE = "none"  # what they save by themselves, where it is
+    RECOMPUTE = "recompute"  # their inputs, on the device; they run again when their backward begins
+    HOST = "host"  # the same, with the inputs in host memory
+    NVME = "nvme"  # the same, with the inputs in the swap files as far as they do not fit in host memory
 
 
 class DeviceKind(StrEnum):
@@ -173,6 +183,11 @@ def _stage(value: object) -> object:
     if type(value) is not int or value not in (1, 2, 3):  # True and 1.0 equal 1
         raise ValueError("allowed: 1, 2, 3")
     return value
+
+
+def _policy_alone(value: object) -> object:
+    """The name of a policy stands for a section with nothing else in it."""
+    return {"policy": value} if isinstance(value, str) else value
 
 
 Count = Annotated[int, Field(strict=True, ge=1)]
@@ -295,11 +310,37 @@ class NvmeConfig(_Section):
         return self
 
 
+class ActivationConfig(_Section):
+    """Checkpoints of activations at the boundaries of units; see `ActivationPolicy`.
+
+    `host_budget` is a part of the host budget, used by "host" and "nvme"; `nvme_budget` is swap space, used by "nvme".
+    """
+
+    policy: Annotated[ActivationPolicy, BeforeValidator(_choice(ActivationPolicy))] = ActivationPolicy.NONE
+    host_budget: Nbytes = 64 * MIB
+    nvme_budget: Nbytes = 1024 * MIB
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **data: Any) -> None: ...
+
+    @property
+    def held_nbytes(self) -> int:
+        """Host memory for saved inputs."""
+        return self.host_budget if self.policy in (ActivationPolicy.HOST, ActivationPolicy.NVME) else 0
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Swap space for saved inputs."""
+        return self.nvme_budget if self.policy is ActivationPolicy.NVME else 0
+
+
 class Config(_Section):
     """All settings of a run. Sections take an instance or a mapping; sizes take bytes or text such as "20GiB".
 
     `optimizer` is the one whose state is planned for; an optimizer with less state may be built over it as well.
     `state_format` is how its moments are stored, smaller than fp32 for AdamW in bf16 only.
+    `activations` is what units save for their backward, a section or the name of its policy.
     `micro_batches` is into how many slices every unit cuts the batch while it is gathered.
     `durability="step"` needs `nvme.paths`: the state stays there, with every finished step committed.
     `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
@@ -318,6 +359,7 @@ class Config(_Section):
     optimizer: Annotated[OptimizerKind, BeforeValidator(_choice(OptimizerKind))] = OptimizerKind.ADAMW
     state_format: Annotated[StateFormat, BeforeValidator(_choice(StateFormat))] = StateFormat.FP32
     micro_batches: Count = 1
+    activations: Annotated[ActivationConfig, BeforeValidator(_policy_alone)] = Field(default_factory=ActivationConfig)
     durability: Annotated[Durability, BeforeValidator(_choice(Durability))] = Durability.NONE
     chunk: Nbytes | None = None
     resident_threshold: NbytesOrZero = MIB
@@ -328,6 +370,15 @@ class Config(_Section):
     if TYPE_CHECKING:
 
         def __init__(self, **data: Any) -> None: ...
+
+    @model_validator(mode="after")
+    def _slices_are_not_run_again(self) -> Self:
+        if self.micro_batches > 1 and self.activations.policy is not ActivationPolicy.NONE:
+            raise ValueError(
+                f"activations.policy = {self.activations.policy.value!r} contradicts micro_batches = "
+                f"{self.micro_batches}: a unit cannot run its slices again; allowed: 'none', or micro_batches = 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _state_format_has_a_kernel(self) -> Self:

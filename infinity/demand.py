@@ -38,6 +38,8 @@ class Request:
     nvme_budget_nbytes: int | None
     chunk_nbytes: int | None
     staging_nbytes: int
+    activations_nbytes: int = 0  # host memory for inputs of units
+    stored_activations_nbytes: int = 0  # the same in the swap files
     ranks_nbytes: int = 0  # on the device, for transfers between ranks
     is_durable: bool = False
 

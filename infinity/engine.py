@@ -115,7 +115,11 @@ class Engine(StatefulEngine):
         self._book = TrafficBook(runtime, before)
         self.plan = Plan(runtime)
         runtime.hooks = hooks.install(
-            runtime.model, runtime.units, self._iteration, micro_batches=runtime.config.micro_batches
+            runtime.model,
+            runtime.units,
+            self._iteration,
+            runtime.activations,
+            micro_batches=runtime.config.micro_batches,
         )
         runtime.hooks.append(refuse_foreign_optimizers(self, self._updates.is_attached))
 

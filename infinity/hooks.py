@@ -23,12 +23,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from infinity.activations import Activations
 from infinity.errors import UnsupportedModelError
 from infinity.escapes import Escapes
 from infinity.groups import Unit
 from infinity.microbatches import MicroBatches, UnitSlices, sliced_units
 from infinity.runs import Run
-from infinity.torch_compat import node_sequence_nr
+from infinity.torch_compat import CheckpointRun, node_sequence_nr
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -94,10 +95,14 @@ def _uncompiled(hook: _Hook) -> _Hook:
 class UnitHooks:
     """The hooks of one unit, bound to its events."""
 
-    def __init__(self, unit: Unit, events: UnitEvents, slices: UnitSlices | None = None) -> None:
+    def __init__(
+        self, unit: Unit, events: UnitEvents, activations: Activations, slices: UnitSlices | None = None
+    ) -> None:
         self._unit = unit
         self._events = events
+        self._activations = activations
         self._slices = slices
+        self._checkpoint: CheckpointRun | None = None  # of the forward under way
         self._started: Run | None = None  # the forward under way
         self._escapes = Escapes(unit.module)
 
@@ -118,7 +123,9 @@ class UnitHooks:
             run = self._started = Run.start(self._unit)
             self._watch_inputs((args, kwargs), run)
             self._escapes.begin(run, self._events.before_backward(run))
-        return self._slices.begin(args, kwargs) if self._slices is not None else None
+        sliced = self._slices.begin(args, kwargs) if self._slices is not None else None
+        self._checkpoint = self._activations.begin(module, args, kwargs)
+        return sliced
 
     def _watch_inputs(self, inputs: Any, run: Run) -> None:
         # Nodes of another kind of device are executed by another thread, in an order of their own.
@@ -130,6 +137,9 @@ class UnitHooks:
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         run, self._started = self._started or Run.of_unknown_start(self._unit), None
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            self._activations.end(checkpoint, is_complete=output is not None)
         joined = None
         try:
             joined = self._slices.end(output) if self._slices is not None else None
@@ -249,11 +259,17 @@ def _watch_gradients(unit: Unit, events: UnitEvents) -> list[RemovableHandle]:
 
 
 def install(
-    model: nn.Module, units: Sequence[Unit], events: UnitEvents, *, micro_batches: int = 1
+    model: nn.Module,
+    units: Sequence[Unit],
+    events: UnitEvents,
+    activations: Activations,
+    *,
+    micro_batches: int = 1,
 ) -> list[RemovableHandle]:
     """Install the hooks of every unit and of where forwards begin; the handles remove them.
 
     Args:
+        activations: what the units save for their backward.
         micro_batches: into how many slices every unit cuts the batch.
     """
     handles = []
@@ -264,7 +280,7 @@ def install(
         if unit.resident:
             handles += _watch_gradients(unit, events)
         else:
-            handles += UnitHooks(unit, events, slices.get(unit.index)).install()
+            handles += UnitHooks(unit, events, activations, slices.get(unit.index)).install()
     owners = {id(module): module for unit in units for module in unit.module.modules()}
     for module in owners.values():
         if any(parameter is not None for parameter in module._parameters.values()):

@@ -68,13 +68,15 @@ class HostDivision:
             Schedule.DEFERRED: "gradients held from backward to their update in the next forward",
         }.get(self._request.schedule, "gradients held until step()")
         chunk = format_nbytes(self._chunk_nbytes(self.chunk_numel))
-        return [
+        activations = Term("activations", self._request.activations_nbytes, "inputs of units, until their backward")
+        terms = [
             Term("pinned", self._pinned_nbytes(), pinned),
             Term("window", self.window, "parameter shards read ahead, in use, or being updated"),
             Term("gradients", self.gradients, held),
             Term("transit", self.transit, f"gradients to and from the swap file ({len(self.spilled)} groups spill)"),
             Term("pipeline", self.pipeline, f"optimizer chunks of {chunk} being read, computed and written"),
         ]
+        return [*terms, activations] if activations.nbytes else terms
 
     def _left(self) -> int:
         return self._request.host_budget_nbytes - sum(term.nbytes for term in self.terms())
@@ -169,7 +171,7 @@ class HostDivision:
     def nvme_nbytes(self) -> int:
         """Space of the swap files. Where steps are durable, what trains takes it twice: the step before stays."""
         sizes = self._sizes
-        total = 0
+        total = self._request.stored_activations_nbytes
         for group in self._request.groups:
             i = group.index
             is_durable = self._request.is_durable

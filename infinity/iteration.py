@@ -234,6 +234,7 @@ class Iteration:
     def _drop_forward(self) -> None:
         """Nothing of a forward that was interrupted is left; gradients that wait stay."""
         self._is_in_forward = False
+        self._runtime.activations.abandon()
         self._calls.drop_forward()
         self._used_in_forward.clear()
         self._repeats.forget()

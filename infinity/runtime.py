@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from infinity.activations import Activations
 from infinity.checkpoint.saver import Saver
 from infinity.config import Config, OptimizerKind
 from infinity.devices.base import Device
@@ -80,6 +81,7 @@ class Runtime:
     in_flight: list[GroupUpdate]  # written by the training thread
     committer: Committer | None  # where steps are durable
     saver: Saver
+    activations: Activations
     lockstep: Lockstep | None = None  # with several ranks
     tensor_parallel: TensorParallel | None = None  # with DTensor parameters
     closing: ExitStack = field(default_factory=ExitStack)
@@ -137,6 +139,7 @@ class Runtime:
 
     def free_memory(self) -> None:
         """Give back every lease and reservation. Only when no transfer is in flight any more."""
+        self.activations.close()
         self.gatherer.close()
         self.read_ahead.give_up(ClosedError("the engine has been closed"))
         self.sink.close()

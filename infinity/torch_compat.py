@@ -1,8 +1,9 @@
 """The one place that touches torch interfaces without a stability promise, for torch >= 2.6."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.utils import checkpoint
 
 
 def fused_adamw_(
@@ -163,6 +165,35 @@ class Channel:
         if hasattr(self._group, "abort") and self._group.name() == "nccl":
             self._group.abort()
         self._group = None
+
+
+class CheckpointRun:
+    """One forward that saves nothing for its backward, and is run again there.
+
+    It is `torch.utils.checkpoint` with `use_reentrant=False`, begun and ended by hooks of a module instead of around
+    its call. Random numbers are drawn again as they were.
+
+    Args:
+        forward: called in backward; ends with an exception when it has saved all that the first one would have saved.
+        devices: whose random numbers are drawn.
+    """
+
+    def __init__(self, forward: Callable[[], None], devices: Iterable[torch.device]) -> None:
+        make: Callable[..., Generator[None, None, None]] = checkpoint._checkpoint_without_reentrant_generator
+        stops_early = [True] if "early_stop" in signature(make).parameters else []
+        markers = [torch.empty(0, device=device) for device in devices]  # torch looks at the arguments for devices
+        self._steps = make(
+            lambda *_: forward(), True, checkpoint.noop_context_fn, "default", False, *stops_early, *markers
+        )
+        next(self._steps)
+
+    def end(self) -> None:
+        """The forward is complete."""
+        next(self._steps, None)
+
+    def abandon(self) -> None:
+        """The forward has failed. Runs are abandoned in the reverse order of their beginning."""
+        self._steps.close()
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

@@ -202,7 +202,7 @@ class Updates:
             runtime.sink.check_writes()
             later = self._submit_pending()
         runtime.step += 1
-        runtime.sink.step = runtime.step
+        runtime.sink.step = runtime.activations.step = runtime.step
         runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
         try:
             self._wait_computed([update for update in runtime.in_flight if update not in later])

@@ -57,6 +57,14 @@ MicroBatches = Annotated[
 ]
 Clip = Annotated[float | None, typer.Option(help="Largest gradient norm, such as 1.0.", rich_help_panel=TRAINING)]
 Precision = Annotated[str | None, typer.Option(help="fp32 or bf16.", show_default="bf16", rich_help_panel=TRAINING)]
+Activations = Annotated[
+    str | None,
+    typer.Option(
+        help="What units save for backward: none (all), or inputs only: recompute (on the device), host or nvme.",
+        show_default="none",
+        rich_help_panel=TRAINING,
+    ),
+]
 StateFormat = Annotated[
     str | None,
     typer.Option(

@@ -14,7 +14,7 @@ from infinity.cli.ranks import this_job
 from infinity.cli.shapes import preset_named, shape_of
 from infinity.cli.sizing import comfortable_budgets, minima_of
 from infinity.cli.train_options import TrainOptions
-from infinity.config import Config, DeviceKind, Durability, Precision, Schedule
+from infinity.config import ActivationPolicy, Config, DeviceKind, Durability, Precision, Schedule
 from infinity.durable.notes import StoredRun, read_run
 from infinity.errors import CheckpointError, ConfigError
 from infinity.models.gpt import GptShape
@@ -99,13 +99,20 @@ def resolve(options: TrainOptions) -> RunSettings:
         seed=options.seed or 0,
         lr=options.lr if options.lr is not None else preset.lr,
         clip=options.clip,
-        recompute=preset.recompute if options.recompute is None else options.recompute,
+        recompute=_recomputes(options, preset, config),
         data=tuple(map(str, options.data)),
         device=kind.value,
     )
     is_preset = (shape.layers, shape.hidden, shape.seq) == (preset.layers, preset.hidden, preset.seq)
     config, budget_note = _choose_budgets(config, shape, preset if is_preset else None)
     return RunSettings(options, training, config, (schedule_note, budget_note), run)
+
+
+def _recomputes(options: TrainOptions, preset: Preset, config: Config) -> bool:
+    """Whether the model itself recomputes; not where its units do, unless asked to."""
+    if options.recompute is not None:
+        return options.recompute
+    return preset.recompute and config.activations.policy is ActivationPolicy.NONE
 
 
 def _check_durability(options: TrainOptions) -> None:
@@ -135,6 +142,8 @@ def _engine_config(options: TrainOptions) -> Config:
     changes: dict[str, Any] = {}
     if options.precision is not None:
         changes["precision"] = options.precision
+    if options.activations is not None:
+        changes["activations"] = {"policy": options.activations}
     if options.state_format is not None:
         changes["state_format"] = options.state_format
     if options.schedule is not None:

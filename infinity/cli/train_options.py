@@ -25,6 +25,7 @@ class TrainOptions:
     heads: shared.Heads = None
     seq: shared.Seq = None
     recompute: shared.Recompute = None
+    activations: shared.Activations = None
     batch: shared.Batch = None
     accumulate: shared.Accumulate = None
     micro_batches: shared.MicroBatches = None

@@ -28,6 +28,7 @@ class StallCause(StrEnum):
     OPTIMIZER = "optimizer"
     GRADIENT_SPACE = "gradient_space"
     GRADIENT_READ = "gradient_read"
+    ACTIVATION = "activation"  # memory for a unit's input, or that input on its way back
     LINK = "link"
     COMMIT = "commit"  # the step before is not committed yet, and its bytes are about to be overwritten
     SAVE = "save"  # a checkpoint is being written

@@ -9,7 +9,7 @@ import pytest
 from infinity.cli.settings import resolve
 from infinity.cli.sizing import comfortable_budgets, minima_of
 from infinity.cli.train_options import TrainOptions
-from infinity.config import Config, Precision, Schedule, StateFormat
+from infinity.config import ActivationPolicy, Config, Precision, Schedule, StateFormat
 from infinity.errors import ConfigError
 from infinity.models.gpt import GptShape
 from infinity.models.presets import DEFAULT_PRESET, PRESETS
@@ -89,3 +89,11 @@ def test_the_state_format_reaches_the_engine_and_the_budgets() -> None:
     assert host["int8"] < host["fp32"]
     with pytest.raises(ConfigError, match="only AdamW in bf16"):
         resolve(TrainOptions(preset="tiny", precision="fp32", state_format="bf16"))
+
+
+def test_units_or_the_model_recompute_but_not_both() -> None:
+    assert resolve(TrainOptions(preset="tiny", recompute=True)).training.recompute
+    settings = resolve(TrainOptions(preset="small", activations="nvme"))
+    assert settings.config.activations.policy is ActivationPolicy.NVME
+    assert not settings.training.recompute
+    assert resolve(TrainOptions(preset="small", activations="host", recompute=True)).training.recompute

@@ -131,7 +131,7 @@ def test_describe_shows_every_setting_and_marks_defaults() -> None:
     assert "host.budget = unset  (default)" in lines
     assert "unit_classes = Linear" in lines
     assert "nvme.block_nbytes = unset  (default)" in lines
-    nested = {name: type(getattr(Config(), name)) for name in ("device", "host", "nvme")}
+    nested = {name: type(getattr(Config(), name)) for name in ("device", "host", "nvme", "activations")}
     expected = len(Config.model_fields) - len(nested) + sum(len(section.model_fields) for section in nested.values())
     assert len(lines) == expected
 
