@@ -8,7 +8,7 @@ from __future__ import annotations
 from infinity.config import Schedule
 from infinity.gradients import gradient_nbytes
 from infinity.order import Phase
-from infinity.plan.scenario import UPDATE_NBYTES, Scenario
+from infinity.plan.scenario import Scenario
 from infinity.plan.traffic import StepTraffic, expected_step_traffic
 
 
@@ -49,7 +49,7 @@ def lower_bounds(scenario: Scenario) -> dict[str, float]:
     elements = sum(g.layout.payload_numel for g in scenario.groups if g.trainable)
     bounds["optimizer"] = elements * speeds.kernel_s
     if speeds.dram_bytes_per_s is not None:
-        moved = read + write + elements * UPDATE_NBYTES
+        moved = read + write + elements * scenario.update_nbytes
         if speeds.is_async:
             moved += up + down
         bounds["host memory"] = moved / speeds.dram_bytes_per_s
@@ -78,7 +78,7 @@ def element_s(scenario: Scenario) -> float:
     moved = traffic.state.read_nbytes + traffic.write_nbytes
     if speeds.is_async and scenario.placement.schedule is not Schedule.SYNCHRONOUS:
         moved += sum(2 * group.shard_nbytes + gradient_nbytes(group) for group in trained)
-    return max(speeds.kernel_s, (UPDATE_NBYTES + moved / elements) / speeds.dram_bytes_per_s)
+    return max(speeds.kernel_s, (scenario.update_nbytes + moved / elements) / speeds.dram_bytes_per_s)
 
 
 def nvme_s(scenario: Scenario, read_nbytes: int, write_nbytes: int) -> float:

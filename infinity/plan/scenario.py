@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from infinity.config import Schedule
+from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup, Unit
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import StateField
@@ -13,8 +14,6 @@ from infinity.order import Phase
 from infinity.placement import Placement
 from infinity.plan.drives import DriveModel
 from storage.align import align_up
-
-UPDATE_NBYTES = 28  # of host memory for one element: gradient, master, two moments read; all but the gradient written
 
 _MOST_CHUNKS = 600  # of a whole step; more would only cost time
 _LEAST_CHUNKS = 4  # of a group that has as many: reads, kernels and writes of one group still overlap
@@ -66,7 +65,6 @@ class Scenario:
         units, groups: sized for this rank; `group.flat_nbytes` is what is gathered on the device.
         times: by unit index; units that are not there take no time (the resident one may have time of its own).
         order: unit indices in the order of the forward.
-        dram_nbytes_per_element: bytes of host memory that the kernel moves for one element.
     """
 
     units: Sequence[Unit]
@@ -82,6 +80,20 @@ class Scenario:
     @property
     def is_overlapped(self) -> bool:
         return self.placement.schedule is Schedule.OVERLAPPED
+
+    @property
+    def update_nbytes(self) -> float:
+        """Of host memory for one element that trains: gradient, parameter and state read, the last two written.
+
+        28 with moments in fp32, whole or split master alike; 16 with moments of 8 bits.
+        """
+        trained = [group for group in self.groups if group.trainable]
+        elements = sum(group.layout.payload_numel for group in trained)
+        if not elements:
+            return 0.0
+        params = sum(group.layout.payload_numel * group.shard_dtype.itemsize for group in trained)
+        state = sum(field.dtype.itemsize / field.block_numel for field in self.fields)
+        return GRAD_DTYPE.itemsize + 2 * (params / elements + state)
 
     @property
     def streamed(self) -> list[Unit]:

@@ -74,6 +74,15 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan_that_works(tmp_path:
     assert report["nearest"]["fits"] is True
 
 
+def test_smaller_state_is_advised_where_a_format_exists(tmp_path: Path) -> None:
+    advised = {change["what"]: change for change in plan_report(tmp_path, *SMALL)["changes"]}
+    smaller = [f"--state-format {name} (moments are rounded)" for name in ("bf16", "int8")]
+    assert all(advised[what]["gain"] > 1 for what in smaller)
+    for option in (("--precision", "fp32"), ("--state-format", "int8")):
+        other = plan_report(tmp_path, *SMALL, *option)["changes"]
+        assert not any("--state-format" in change["what"] for change in other)
+
+
 def test_stages_are_compared(tmp_path: Path) -> None:
     arguments = ("--layers", "4", "--hidden", "64", "--gpus", "8", "--nodes", "8", "--stages")
     report = plan_report(tmp_path, *arguments)

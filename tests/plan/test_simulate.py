@@ -6,10 +6,12 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity.config import Schedule
+from infinity.optim.hyper import StateField
 from infinity.plan.bounds import lower_bounds, moved_nbytes, nvme_s, scenario_traffic
 from infinity.plan.drives import DriveModel
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
@@ -76,6 +78,15 @@ def test_host_memory_bandwidth_is_shared_between_drives_and_optimizer() -> None:
     scarce = replace(plenty, speeds=replace(SPEEDS, dram_bytes_per_s=1e9))
     assert lower_bounds(scarce)["host memory"] > lower_bounds(scarce)["optimizer"]
     assert simulate(scarce).step_s > simulate(plenty).step_s
+
+
+def test_an_update_moves_its_gradient_parameter_and_state_through_host_memory() -> None:
+    scenario = make_scenario(EIGHT)  # fp32 parameters with one field of fp32 each
+    assert scenario.update_nbytes == 4 + 2 * (4 + 4)
+    split = replace(scenario, fields=(StateField("lo", torch.int16), *(StateField(n, torch.float32) for n in "mv")))
+    assert split.update_nbytes == 4 + 2 * (4 + 2 + 8)
+    coded = replace(scenario, fields=(StateField("m", torch.uint8), StateField("scale", torch.float32, 256)))
+    assert coded.update_nbytes == 4 + 2 * (4 + 1 + 4 / 256)
 
 
 def test_several_ranks_gather_what_they_upload() -> None:
