@@ -230,3 +230,13 @@ def test_fused_adamw_is_what_the_optimizer_calls() -> None:
             lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, maximize=False,
         )  # fmt: skip
         assert torch.equal(mine, parameter)
+
+
+def test_gradients_of_a_stack_share_their_memory() -> None:
+    """So plain PyTorch adds a second gradient to it once per parameter; offloaded gradients leave in between."""
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(5)]
+    for _ in range(2):
+        (torch.stack(parameters).sum(0) * torch.ones(4)).sum().backward()
+    grads = [p.grad for p in parameters if p.grad is not None]
+    assert len({grad.data_ptr() for grad in grads}) == 1
+    assert all(bool((grad == 6).all()) for grad in grads)  # and not 2

@@ -152,3 +152,23 @@ def test_two_engines_at_once(offload: MakeEngine) -> None:
     second, _ = train_offloaded(loop, lambda model: offload(model, schedule="overlapped"))
     assert_same(plain, first)
     assert_same(plain, second)
+
+
+def test_gradients_that_share_memory_are_accumulated_by_themselves(offload: MakeEngine) -> None:
+    """Where plain PyTorch adds them up wrongly; see `test_torch_facts.test_gradients_of_a_stack_share_their_memory`."""
+
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList(nn.Parameter(torch.ones(400)) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.stack(list(self.parts)).sum(0) * x).sum()
+
+    model = build(Stacked)
+    offload(model, schedule="synchronous", host={"budget": "2MiB"})
+    for _ in range(2):
+        model(torch.arange(400.0)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, 2 * torch.arange(400.0))
