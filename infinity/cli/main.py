@@ -16,6 +16,7 @@ from infinity.cli.failures import deferred
 from infinity.cli.migrate import migrate
 from infinity.cli.options import EPILOG, JsonFile, takes
 from infinity.cli.plan import plan
+from infinity.cli.report_page import report
 from infinity.cli.train_options import TrainOptions
 
 
@@ -45,6 +46,7 @@ app.add_typer(checkpoint, name="checkpoint")
 app.command(epilog=EPILOG)(doctor)
 app.command(epilog=EPILOG)(plan)
 app.command(epilog=EPILOG)(migrate)
+app.command(epilog=EPILOG)(report)
 
 
 def _show_version(wanted: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infinity.bench.machine import describe_machine
 from infinity.cli.baseline import Comparison
 from infinity.cli.memory import activation_nbytes, peak_rss_bytes
 from infinity.cli.records import Counters, StepRecord, seconds_of_a_step
@@ -67,6 +68,7 @@ def make_report(
             "notes": list(settings.notes),
             "text": source,
         },
+        "environment": describe_machine(),
         "model": {
             "parameters": plan.parameters,
             "state_bytes": plan.state_bytes,

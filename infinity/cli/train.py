@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from infinity.bench.machine import describe_machine
 from infinity.cli import baseline
@@ -21,6 +22,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.plan.calibration import CalibrationFile, Residual, now
 from infinity.plan.observed import Prediction
 from infinity.plan.scheduler_trace import to_text
+from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE
 
 
 def train(options: TrainOptions) -> None:
@@ -31,7 +33,9 @@ def train(options: TrainOptions) -> None:
         InfinityError, StorageError: what went wrong while it ran; nothing is left behind.
     """
     if not this_job().is_first:
-        options = replace(options, json=None, metrics=None, trace=None)
+        options = replace(options, json=None, metrics=None, trace=None, record=None)
+    if options.record is not None:
+        options = _recorded(options, options.record)
     settings = resolve(options)
     check_files(
         json=options.json,
@@ -71,6 +75,18 @@ def train(options: TrainOptions) -> None:
     write_json(options.json, report)
     if options.scheduler_trace is not None and run.scheduler is not None:
         write_text("--scheduler-trace", options.scheduler_trace, to_text(run.scheduler))
+
+
+def _recorded(options: TrainOptions, folder: Path) -> TrainOptions:
+    """The files of a record go to its folder; elsewhere `infinity report` would miss them."""
+    given = [name for name in ("json", "metrics", "trace") if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(f"--record {folder} writes what --{given[0]} does, into its folder; leave --{given[0]} out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--record {folder}: cannot be made: {error.strerror or error}") from error
+    return replace(options, json=folder / RUN_FILE, metrics=folder / METRICS_FILE, trace=folder / TRACE_FILE)
 
 
 def _keep_residual(settings: RunSettings, prediction: Prediction) -> None:

@@ -99,3 +99,12 @@ class TrainOptions:
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace to this file.", rich_help_panel=OUTPUT)
     ] = None
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write result, steps and trace to this folder, for `infinity report`.", rich_help_panel=OUTPUT
+        ),
+    ] = None
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.", rich_help_panel=OUTPUT)] = (
+        None
+    )

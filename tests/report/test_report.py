@@ -1,0 +1,223 @@
+"""The page of a run: from a real run's record, from parts of one, from nothing; in a browser where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli.records import StepRecord
+from infinity.errors import ConfigError
+from infinity.report.charts import drives, losses, stalls_by_step, step_times, tiers, timeline
+from infinity.report.page import page
+from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunRecord
+from infinity.report.remedies import remedy_of
+from tests.cli.command import call
+
+pytest.importorskip("plotly", reason="the page needs the extra 'report'")
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=20000",
+    "--enable-logging=stderr",
+]
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
+
+
+def run_of(n_steps: int) -> dict[str, Any]:
+    """What `train --json` writes, as far as the page reads it."""
+    return {
+        "config": {"preset": "tiny <&>"},
+        "environment": {"python": "3.11"},
+        "model": {"parameters": 1000, "state_bytes": 12000, "units": 2},
+        "first_step": 0,
+        "losses": [5.0 / (1 + step) for step in range(n_steps)],
+        "step_seconds": [0.5] * n_steps,
+        "budgets": {"device": 1 << 20, "host": 2 << 20, "nvme": 0},
+        "stalls": {"nvme_read": 0.1 * n_steps, "link": 0.0, "total": 0.1 * n_steps},
+        "traffic": {},
+        "drives": [{"directory": "/mnt/nvme0", "read_bytes_per_s": 2e9, "write_bytes_per_s": None}],
+        "prediction": {"step_seconds": 0.4, "measured_seconds": 0.5} if n_steps else {"step_seconds": None},
+        "wear": [],
+        "baseline": None,
+    }
+
+
+def rows_of(n_steps: int) -> list[dict[str, Any]]:
+    before: dict[str, float] = {}
+    rows = []
+    for step in range(n_steps):
+        counters = {
+            "nvme/drive0/read_bytes": 1e6 * (step + 1),
+            "nvme/drive0/write_bytes": 0.0,
+            "stall/nvme_read_s": 0.1 * (step + 1),
+            "stall/link_s": 0.0,
+            "stall/total_s": 0.1 * (step + 1),
+            "host/held_bytes": 1 << 20,
+            "device/held_bytes": 1 << 19,
+        }
+        rows.append(StepRecord(step, 1.0, None, 0.5, 8, counters, before).to_json())
+        before = counters
+    return rows
+
+
+def record_of(n_steps: int) -> RunRecord:
+    spans = [
+        {"name": "blocks.0", "cat": "forward", "ts": 10.0 * n, "dur": 5.0, "track": "training thread: units"}
+        for n in range(n_steps)
+    ]
+    return RunRecord("test", run_of(n_steps), rows_of(n_steps), spans)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real run."""
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "swap").mkdir()
+    run = ("train", "--preset", "tiny", "--layers", "2", "--steps", "4", "--device", "cpu", "--nvme", folder / "swap")
+    code, _, error = call(*run, "--record", folder / "run1")
+    assert code == 0, error
+    return folder / "run1"
+
+
+def test_a_recorded_run_has_every_figure(recorded: Path) -> None:
+    assert {path.name for path in recorded.iterdir()} >= {RUN_FILE, METRICS_FILE, TRACE_FILE}
+    record = RunRecord.load(recorded)
+    for make in (losses, step_times, tiers, drives, timeline):
+        assert make(record) is not None, make.__name__
+    assert {span["track"] for span in record.spans} >= {"training thread: units", "optimizer: updates"}
+    waited = stalls_by_step(record)
+    assert sum(map(sum, waited.values())) == pytest.approx(record.run["stalls"]["total"], abs=0.05)
+    code, output, _ = call("report", recorded)
+    assert code == 0
+    assert (recorded / "report.html").exists()
+    assert "report.html" in output
+
+
+def test_the_page_needs_no_network_and_escapes_what_it_shows() -> None:
+    html = page(record_of(3))
+    assert re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]*)"', html) == []
+    assert "tiny <&>" not in html
+    assert "tiny &lt;&amp;&gt;" in html
+    data = json.loads(html.split('id="figures">')[1].split("</script>")[0])
+    assert set(data) == {f"figure-{name}" for name in ("losses", "steps", "timeline", "tiers", "drives")}
+
+
+def test_an_empty_run_says_so() -> None:
+    html = page(RunRecord("empty", run_of(0)))
+    assert "before its first step" in html
+    assert "No trace was recorded" in html
+
+
+def test_a_file_alone_is_enough(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(run_of(2)))
+    code, _, _ = call("report", tmp_path / "one.json")
+    assert code == 0
+    assert "every step" not in (tmp_path / "one.html").read_text()[:100]
+
+
+def test_the_rows_of_a_killed_run_are_read_to_the_last_whole_one(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text(json.dumps(run_of(2)))
+    (tmp_path / METRICS_FILE).write_text("\n".join(map(json.dumps, rows_of(2)))[:-10])
+    assert len(RunRecord.load(tmp_path).steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "not valid JSON"), ("[]", "without config"), ('{"losses": []}', "without config")]
+)
+def test_something_else_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        RunRecord.load(tmp_path / "run.json")
+    code, _, error = call("report", tmp_path / "run.json")
+    assert (code, message in error) == (2, True)
+
+
+def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    code, _, error = call("report", tmp_path / "none.json")
+    assert code == 2
+    assert "none.json: cannot be read" in error
+
+
+def test_record_refuses_files_elsewhere(tmp_path: Path) -> None:
+    code, _, error = call("train", "--record", tmp_path / "run", "--json", tmp_path / "run.json")
+    assert code == 2
+    assert "leave --json out" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_stall_has_a_remedy() -> None:
+    from infinity.observe.stalls import StallCause
+
+    assert [cause for cause in StallCause if not remedy_of(cause.value)] == []
+
+
+# In a browser --------------------------------------------------------------------------------------------------
+
+
+def browse(folder: Path, html: str, *options: str, script: str = "") -> tuple[str, list[str]]:
+    """The page after its scripts, and what they wrote to the console."""
+    assert BROWSER is not None
+    (folder / "page.html").write_text(html.replace("</body>", f"<script>{script}</script></body>"))
+    target = ["--dump-dom", (folder / "page.html").as_uri()]
+    command = [BROWSER, *_QUIET, f"--user-data-dir={folder / 'profile'}", *options, *target]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True, env=os.environ)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("n_steps", "options"),
+    [
+        (3, ["--window-size=1200,900"]),
+        (3, ["--window-size=1200,900", "--blink-settings=preferredColorScheme=0"]),  # dark
+        (3, ["--window-size=360,800"]),
+        (10_000, ["--window-size=1200,900"]),
+        (0, ["--window-size=1200,900"]),
+    ],
+    ids=["light", "dark", "narrow", "10,000 steps", "empty"],
+)
+def test_a_browser_draws_every_figure_without_an_error(tmp_path: Path, n_steps: int, options: list[str]) -> None:
+    html = page(record_of(n_steps))
+    measure = """setTimeout(() => {
+        const wide = [...document.querySelectorAll('figure')].filter(figure =>
+            figure.querySelector('.main-svg').getBoundingClientRect().width > figure.clientWidth + 1);
+        const page = document.documentElement.scrollWidth - window.innerWidth;
+        document.title = wide.length || page > 0 ? `too wide: ${wide.map(figure => figure.id)} ${page}` : 'fits';
+    }, 3000);"""
+    drawn, console = browse(tmp_path, html, *options, script=measure)
+    assert console == []
+    assert drawn.count('class="main-svg"') >= html.count("<figure")
+    assert "<title>fits</title>" in drawn
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_keys_move_a_figure_that_has_the_focus(tmp_path: Path) -> None:
+    press = """
+    const figure = document.getElementById('figure-losses'), before = figure._fullLayout.xaxis.range.slice();
+    figure.focus();
+    for (const key of ['ArrowRight', '+'])
+      document.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true}));
+    const after = figure._fullLayout.xaxis.range;
+    document.title = after[0] > before[0] && after[1] - after[0] < before[1] - before[0] ? 'moved' : 'stuck';
+    """
+    drawn, console = browse(tmp_path, page(record_of(20)), script=press)
+    assert console == []
+    assert "<title>moved</title>" in drawn
