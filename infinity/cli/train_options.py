@@ -105,6 +105,3 @@ class TrainOptions:
             help="Write result, steps and trace to this folder, for `infinity report`.", rich_help_panel=OUTPUT
         ),
     ] = None
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace to this file.", rich_help_panel=OUTPUT)] = (
-        None
-    )

@@ -44,7 +44,8 @@ function look(layout) {
     paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', font: {color: ink()}, autosize: true,
     margin: {l: 60, r: 20, t: 20, b: 50}, legend: {orientation: 'h', y: -0.25}, dragmode: 'pan',
     modebar: {bgcolor: 'rgba(0,0,0,0)', color: line(), activecolor: ink()},
-    shapes: (layout.shapes || []).map(one => Object.assign({}, one, {line: Object.assign({}, one.line, {color: ink()})})),
+    shapes: (layout.shapes || []).map(
+      one => Object.assign({}, one, {line: Object.assign({}, one.line, {color: ink()})})),
     xaxis: Object.assign({}, layout.xaxis, axis()), yaxis: Object.assign({}, layout.yaxis, axis()),
   });
 }
