@@ -44,7 +44,7 @@ def _errors() -> list[str]:
         name
         for module in (infinity.errors, storage.errors)
         for name, kind in inspect.getmembers(module, inspect.isclass)
-        if issubclass(kind, Exception) and kind.__module__ == module.__name__
+        if issubclass(kind, Exception) and kind.__module__ == module.__name__ and not name.startswith("_")
     ]
 
 
