@@ -10,6 +10,7 @@ _REMEDIES: Mapping[str, str] = {
     "optimizer": "schedule='deferred' where host memory holds all gradients, more optimizer_threads",
     "gradient_space": "a larger host budget; schedule='overlapped' without accumulation and clipping",
     "gradient_read": "a host budget that holds the gradients: 4 bytes per parameter",
+    "activation": "a larger host budget, or recomputing instead of keeping activations",
     "link": "pinned memory (host.pin), a device budget that keeps more",
     "commit": "drives that sync faster; durability='checkpoint' if steps need not survive",
     "save": "save less often, or to the drive of the swap files, where bytes can be shared",
