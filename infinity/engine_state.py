@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from infinity.access import ParameterAccess
 from infinity.checkpoint.agreement import AllRanks
+from infinity.checkpoint.folder import refuse_other
 from infinity.checkpoint.load import load_checkpoint
 from infinity.checkpoint.model_values import read_values, write_values
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
@@ -23,7 +25,9 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.iteration import Iteration
 from infinity.lockstep import Want
 from infinity.runtime import Runtime
+from infinity.sizes import parse_nbytes
 from infinity.updates import Updates
+from infinity.weights.export import ExportOptions, export_checkpoint
 
 
 class EngineParts:
@@ -203,6 +207,43 @@ class StatefulEngine(EngineParts):
             self._journal.replaced(steps, extra)
         return extra
 
+    def export(
+        self,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        shard_size: int | str | None = "5GB",
+        merge: bool = False,
+        adapter: str = "default",
+        config: str | Path | None = None,
+    ) -> None:
+        """Write the weights as safetensors files that `from_pretrained` loads; a model of PEFT gives its adapter.
+
+        What `infinity checkpoint export` does, of a checkpoint that is made beside `path` and removed: for a moment the
+        drive holds that too, where its file system cannot share blocks. Memory is a few MiB.
+
+        Args:
+            path: a folder to make.
+            dtype: of the floating-point tensors; None for that in which the model computes.
+            shard_size: most bytes of tensors in a file, such as "2GB"; None for one file.
+            merge: write the model with the LoRA adapter added, not the adapter.
+            adapter: which one.
+            config: a folder whose configuration and tokenizer are copied, in place of the model's own configuration.
+
+        Raises:
+            CheckpointError: `path` is there or cannot be written, or several ranks share the model; or as `save`.
+            ConfigError: `shard_size` is no size, or there is no adapter to merge.
+        """
+        self._check_open()
+        self._refuse_ranks()
+        options = ExportOptions(dtype, _size_of(shard_size), None if config is None else Path(config), adapter, merge)
+        target = Path(path).absolute()
+        refuse_other(target, lambda there: False)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{target.name}.", suffix=".exporting", dir=target.parent) as folder:
+            self.save(Path(folder) / "checkpoint")
+            export_checkpoint(Path(folder) / "checkpoint", target, options)
+
     def read_model_state(self) -> dict[str, torch.Tensor]:
         """Called by `infinity.state_dicts`: copies of all parameters and persistent buffers."""
         self._refuse_ranks()
@@ -235,3 +276,10 @@ class StatefulEngine(EngineParts):
                 "several ranks share the model, and no rank holds all of it; use engine.save() and engine.load(). What "
                 "they write infinity.checkpoint.dcp_reader gives to other tools"
             )
+
+
+def _size_of(given: int | str | None) -> int | None:
+    try:
+        return None if given is None else parse_nbytes(given)
+    except ValueError as error:
+        raise ConfigError(f"shard_size: {error}") from error

@@ -37,7 +37,7 @@ def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Itera
         CheckpointError: something else is at `path`, another process is saving there, or writing failed.
     """
     path = Path(os.path.abspath(path))
-    _refuse_other(path, is_replaceable)
+    refuse_other(path, is_replaceable)
     made = path.parent / f".{path.name}.saving"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,8 @@ def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Itera
         ) from error
 
 
-def _refuse_other(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
+def refuse_other(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
+    """Refuse a path where something is that may not be replaced. Raises CheckpointError."""
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and _is_empty(path)):
         return
     if path.is_symlink() or not path.is_dir() or not is_replaceable(path):

@@ -137,6 +137,29 @@ def test_configuration_is_copied_from_a_folder(offload: MakeEngine, tmp_path: Pa
         assert torch.equal(value.to(computed[name].dtype), computed[name]), name
 
 
+# From the engine ----------------------------------------------------------------------------------------------------
+
+
+def test_the_engine_exports(offload: MakeEngine, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = hf_models.llama()
+    engine = offload(model, **_BUDGETS)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    hf_models.hf_loss(model, hf_models.token_batch(0)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    engine.export(tmp_path / "folder" / "out", shard_size="20KB")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["out"]
+    loaded = type(model).from_pretrained(tmp_path / "folder" / "out").eval()
+    assert torch.equal(_logits(loaded), _logits(model.eval()))
+    with pytest.raises(infinity.CheckpointError, match="not replaced"):
+        engine.export(tmp_path / "folder" / "out")
+    with pytest.raises(infinity.ConfigError, match=r"shard_size: .*5GiB or 5GB"):
+        engine.export(tmp_path / "folder" / "other", shard_size="5G")
+    with pytest.raises(infinity.ConfigError, match="no adapter to merge"):
+        engine.export(tmp_path / "folder" / "other", merge=True)
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["out"]
+
+
 # Adapters -----------------------------------------------------------------------------------------------------------
 
 
