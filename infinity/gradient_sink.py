@@ -67,6 +67,9 @@ class GradientSink:
         self.step = 0
         self.wants_norms = False
         self.wants_peaks = False
+        self.n_passes = 0  # times that the gradient of a parameter was read to measure it
+        self._n_backwards = 0  # since the last step
+        self._expected_backwards = 1  # before the next step, as before the last one
 
     # Backward --------------------------------------------------------------------------------------------------
 
@@ -119,21 +122,30 @@ class GradientSink:
             set_fresh_grad(parameter, None)
             if grad is None:
                 continue
-            fences.append(
-                self._device.download(
-                    block,
-                    grad.reshape(-1),
-                    gradient.slot_view(number),
-                    group.layout.slots[number].name,
-                    accumulate=gradient.present[number],
-                    offset_nbytes=group.layout.slots[number].offset * group.compute_dtype.itemsize,
-                )
+            fence = self._device.download(
+                block,
+                grad.reshape(-1),
+                gradient.slot_view(number),
+                group.layout.slots[number].name,
+                accumulate=gradient.present[number],
+                offset_nbytes=group.layout.slots[number].offset * group.compute_dtype.itemsize,
             )
-            if self.wants_peaks:
-                gradient.peaks.setdefault(number, []).append(_peak(grad))
+            fences.append(fence)
             gradient.present[number] = True
             gradient.norms.pop(number, None)
+            if self.wants_peaks:
+                gradient.peaks.setdefault(number, []).append(self._peak(grad))
+            elif self.wants_norms and is_final and self._is_last_backward and fence.done and not gradient.fences:
+                gradient.norms[number] = self._norm(gradient, number)  # while it is in fast memory
         self._watch(gradient, fences)
+
+    @property
+    def _is_last_backward(self) -> bool:
+        """Whether the step follows this backward, if it follows as many as the last one did.
+
+        With a loss scale norms wait until it is out of the gradients: squares may overflow or vanish with it.
+        """
+        return self._n_backwards + 1 >= self._expected_backwards
 
     def _watch(self, gradient: GroupGradient, fences: Sequence[Fence]) -> None:
         """Keep downloads into a gradient in mind until they are over."""
@@ -155,7 +167,7 @@ class GradientSink:
             self._measure(gradient)
         for slot, parts in gradient.peaks.items():
             if len(parts) > 1:
-                gradient.peaks[slot] = [_peak(gradient.slot_view(slot))]
+                gradient.peaks[slot] = [self._peak(gradient.slot_view(slot))]
         self._spill.write(gradient, self.step)
 
     def is_complete(self, group: FlatGroup) -> bool:
@@ -165,6 +177,7 @@ class GradientSink:
     def end_backward(self) -> None:
         """No backward is running any more: reserved device memory that no gradient came for goes back."""
         self._blocks.cancel_all()
+        self._n_backwards += 1
 
     # Step ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +206,7 @@ class GradientSink:
         """Make `value` (of the slot's shape, on any device) the gradient of one parameter."""
         gradient = self._open(group)
         gradient.slot_view(slot).copy_(value.reshape(-1))
-        gradient.peaks[slot] = [_peak(value)]
+        gradient.peaks[slot] = [self._peak(value)]
         gradient.present[slot] = True
         gradient.norms.pop(slot, None)
         self.settle(group)
@@ -219,7 +232,7 @@ class GradientSink:
             missing = [s for s, there in enumerate(gradient.present) if there and s not in known]
             if missing:
                 with self.in_memory(gradient.group):
-                    gradient.peaks.update({slot: [_peak(gradient.slot_view(slot))] for slot in missing})
+                    gradient.peaks.update({slot: [self._peak(gradient.slot_view(slot))] for slot in missing})
         peaks = [peak for g in self._gradients.values() for parts in g.peaks.values() for peak in parts]
         return any(not bool(torch.isfinite(peak)) for peak in peaks)
 
@@ -237,6 +250,7 @@ class GradientSink:
 
     def take(self, group: FlatGroup) -> GroupGradient:
         """Hand the gradient over to an update, which releases it."""
+        self._expected_backwards, self._n_backwards = self._n_backwards or self._expected_backwards, 0
         return self._gradients.pop(group.index)
 
     def check_writes(self) -> None:
@@ -285,7 +299,8 @@ class GradientSink:
             gradient.release()
         self._gradients.clear()
         self._spill.settle()
-        self.end_backward()
+        self._blocks.cancel_all()
+        self._n_backwards = 0
 
     def close(self) -> None:
         """Give everything back without waiting: no transfer is in flight any more."""
@@ -365,7 +380,15 @@ class GradientSink:
         slots: Sequence[bool] = gradient.present
         for slot, there in enumerate(slots):
             if there and slot not in gradient.norms:
-                gradient.norms[slot] = parameter_norm(gradient.slot_view(slot))
+                gradient.norms[slot] = self._norm(gradient, slot)
+
+    def _norm(self, gradient: GroupGradient, slot: int) -> torch.Tensor:
+        self.n_passes += 1
+        return parameter_norm(gradient.slot_view(slot))
+
+    def _peak(self, grad: torch.Tensor) -> torch.Tensor:
+        self.n_passes += 1
+        return _peak(grad)
 
     def _wait_arrived(self, gradient: GroupGradient) -> None:
         """Until every download into the gradient is over. Raises what went wrong with one."""
