@@ -33,7 +33,7 @@ _COMPUTED = (
     *(f"{key}.{name}" for key in _OFFLOADS for name in ("device", "nvme_path", "pin_memory")),
     *(f"{_ZERO}.{name}" for name in ("stage", "stage3_param_persistence_threshold", "zero_hpz_partition_size")),
     *(f"{_ZERO}.mics_shard_size", "gradient_accumulation_steps", "gradient_clipping", "aio.use_gds"),
-    *("optimizer.type", "scheduler.type"),
+    *("optimizer.type", "scheduler.type", "bf16.bf16_optimizer_states", "activation_checkpointing.cpu_checkpointing"),
 )
 
 
@@ -83,6 +83,7 @@ class _Translation:
 
     def run(self) -> Migration:
         self._precision()
+        self._activations()
         self._tiers()
         self._sharding()
         self._training()
@@ -118,6 +119,12 @@ class _Translation:
                 self._note(key, Outcome.MAPPED, f"precision={precision.value!r} is assumed; {_AUTO_TEXT}")
             else:
                 self._note(key, Outcome.MAPPED, f"precision={precision.value!r}" if on[key] else f"{kind} is off")
+        key = "bf16.bf16_optimizer_states"
+        if precision is Precision.BF16 and self._flag(key):
+            self._config["state_format"] = "bf16"
+            self._note(key, Outcome.MAPPED, "state_format='bf16': rounded at random, the same in every run")
+        else:
+            self._note(key, Outcome.BETTER, "moments in fp32, as those of torch.optim; state_format='bf16' halves them")
         if precision is Precision.FP16:
             self._loss_scale()
         for key in _SCALE_KEYS:
@@ -141,6 +148,14 @@ class _Translation:
         self._note("fp16.hysteresis", Outcome.UNSUPPORTED, "the scale falls at the first overflow, as in torch.amp")
         self._note("fp16.consecutive_hysteresis", Outcome.UNSUPPORTED, "there is no hysteresis, as in torch.amp")
         self._note("fp16.min_loss_scale", Outcome.UNSUPPORTED, "the scale has no floor, as in torch.amp")
+
+    def _activations(self) -> None:
+        key = "activation_checkpointing.cpu_checkpointing"
+        if self._flag(key):
+            self._config["activations"] = "host"
+            self._note(key, Outcome.MAPPED, "activations='host': what units save for backward waits in host memory")
+        else:
+            self._note(key, Outcome.UNNEEDED, "off")
 
     def _tiers(self) -> None:
         paths: list[str] = []

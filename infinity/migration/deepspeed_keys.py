@@ -24,8 +24,8 @@ _QUANTISED = "weights and gradients travel between ranks unquantised, so that th
 _LEAF = (
     "a repeated block is one unit with everything in it; experts that get no token keep their parameters as they are"
 )
-_RECOMPUTED = "use torch.utils.checkpoint or the model's gradient_checkpointing_enable(); both kinds work unchanged"
-_MONITOR = "log engine.metrics() with the logger of your loop"
+_RECOMPUTED = "activations='recompute', or torch.utils.checkpoint in the model; both kinds of it work unchanged"
+_MONITOR = "infinity.observe.exporters.MetricsLog writes to it; see docs/metrics.md"
 _PLANNED = "`infinity plan` predicts memory, traffic and step time before anything runs"
 
 FIXED: Mapping[str, tuple[Outcome, str]] = {
@@ -42,7 +42,6 @@ FIXED: Mapping[str, tuple[Outcome, str]] = {
     "zero_allow_untested_optimizer": (_UNNEEDED, "an optimizer that is not supported is refused by name"),
     "zero_force_ds_cpu_optimizer": (_UNNEEDED, "infinity.AdamW updates wherever the state lies"),
     "bf16.bf16_master_weights_and_grads": (_BETTER, _MASTER),
-    "bf16.bf16_optimizer_states": (_UNSUPPORTED, "moments are kept in fp32, so that they are those of torch.optim"),
     "bf16.immediate_grad_update": (_UNNEEDED, "gradients are accumulated in fp32 as they arrive"),
     "bf16.check_grad_overflow": (_UNNEEDED, "bf16 has the range of fp32"),
     "fp16.fp16_master_weights_and_grads": (_BETTER, _MASTER),
@@ -71,8 +70,14 @@ FIXED: Mapping[str, tuple[Outcome, str]] = {
     "zero_optimization.stage3_model_persistence_threshold": (_BETTER, _LIVE),
     "zero_optimization.stage3_max_live_parameters": (_BETTER, _LIVE),
     "zero_optimization.stage3_max_reuse_distance": (_BETTER, "what is still there at its next use is never read again"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (_LOOP, "engine.save(folder) needs no gathering"),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (_LOOP, "engine.save(folder) needs no gathering"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        _LOOP,
+        "engine.save(folder) needs no gathering; `infinity checkpoint export` writes 16-bit weights",
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        _LOOP,
+        "engine.save(folder) needs no gathering; `infinity checkpoint export` writes 16-bit weights",
+    ),
     "zero_optimization.stage3_module_granularity_threshold": (_BETTER, _LEAF),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": (_UNNEEDED, "a unit is gathered with one all-gather"),
     "zero_optimization.stage3_allgather_sequential": (_UNNEEDED, "what is gathered is bounded by device.budget"),
@@ -126,6 +131,8 @@ FIXED: Mapping[str, tuple[Outcome, str]] = {
     "aio.single_submit": (_UNNEEDED, "blocks are handed to threads of their own"),
     "aio.overlap_events": (_UNNEEDED, "transfers always overlap"),
     # Everything else
+    "activation_checkpointing.partition_activations": (_UNSUPPORTED, "each rank keeps what its own samples need"),
+    "activation_checkpointing.contiguous_memory_optimization": (_UNNEEDED, "saved activations lie in one pool"),
     "activation_checkpointing.*": (_LOOP, _RECOMPUTED),
     "steps_per_print": (_LOOP, _PHASES),
     "wall_clock_breakdown": (_LOOP, _PHASES),

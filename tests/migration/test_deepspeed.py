@@ -175,6 +175,18 @@ def test_nvme_paths_precision_and_stage_are_mapped() -> None:
     assert config.resident_threshold == 200_000
 
 
+def test_state_format_and_activations_are_mapped() -> None:
+    settings: dict[str, Any] = {
+        "bf16": {"enabled": True, "bf16_optimizer_states": True},
+        "activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": False},
+    }
+    config = silent(settings)
+    assert config.state_format.value == "bf16"
+    assert config.activations.policy.value == "host"
+    plain = silent({"bf16": {"enabled": True}})
+    assert (plain.state_format.value, plain.activations.policy.value) == ("fp32", "none")
+
+
 def test_the_same_folder_for_both_is_one_drive() -> None:
     assert silent(FILES["transformers documentation NVMe"]).nvme.paths == (Path("/local_nvme"),)
 
