@@ -1,11 +1,13 @@
-"""Blocks of 4 KiB, 32 at a time (RND4K Q32): our engines beside each other, an earlier tree, and fio at its best.
+"""Blocks of 4 KiB, 32 at a time (RND4K Q32): our engines beside each other, an earlier tree, and fio.
 
     python benchmarks/small_blocks.py DIRECTORY [--rounds 7] [--seconds 1] [--before TREE] [--json FILE]
 
 All sides use the same file, depth and O_DIRECT, and take turns in changing order; medians over rounds with the range.
 `direct` is a thread per block in flight, `aio` one thread with the kernel's asynchronous transfers. `--before` names a
 checkout of an earlier version, whose `direct` runs in a process of its own. CPU time is that of the whole process per
-block; beside throughput it tells more on a machine that is busy with other work (`load` in the result).
+block; beside throughput it tells more on a machine that is busy with other work (`load` in the result): there a thread
+that was woken waits its turn, and while one thread waits all its transfers end and the drive idles. fio has both kinds:
+libaio and io_uring run on one thread, psync on 32.
 """
 
 from __future__ import annotations
@@ -60,15 +62,12 @@ def run_tree(tree: Path, directory: Path, read_percent: int, seconds: float) -> 
     return Run(**json.loads(answer.stdout))
 
 
-def run_fio_at_its_best(target: Target, seconds: float) -> Side:
-    """fio on the same file; how it is run is chosen once for each workload."""
-    from infinity.bench.fio import FioSetup, best_setup, run_fio
-
-    chosen: dict[str, FioSetup] = {}
+def fio_side(target: Target, seconds: float, engine: str) -> Side:
+    """fio on the same file."""
+    from infinity.bench.fio import FioSetup, run_fio  # an earlier tree need not have it
 
     def run(workload: Workload) -> Run:
-        setup = chosen.get(workload.name) or chosen.setdefault(workload.name, best_setup(workload, target, seconds))
-        measured = run_fio(workload, target, seconds, setup)
+        measured = run_fio(workload, target, seconds, FioSetup(engine))
         blocks = measured.moved_nbytes / _BLOCK_NBYTES
         return Run(measured.bytes_per_s / _BLOCK_NBYTES, measured.cpu_s / blocks * 1e6)
 
@@ -81,12 +80,13 @@ def measure(directory: Path, rounds: int, seconds: float, before: Path | None) -
     with open_target(directory, _FILE_NBYTES) as target:
         fill(target)
         sides: dict[str, Side] = {
-            engine.value: lambda workload, engine=engine: run_engine(engine, target, workload, seconds)  # type: ignore[misc]
-            for engine in (BenchEngine.DIRECT, BenchEngine.AIO)
+            "direct": lambda workload: run_engine(BenchEngine.DIRECT, target, workload, seconds),
+            "aio": lambda workload: run_engine(BenchEngine.AIO, target, workload, seconds),
         }
         if before is not None:
             sides["before"] = lambda workload: run_tree(before, directory, workload.read_percent, seconds)
-        sides["fio"] = run_fio_at_its_best(target, seconds)
+        for engine in ("libaio", "io_uring", "psync"):
+            sides[f"fio {engine}"] = fio_side(target, seconds, engine)
         for workload in RND4K.workloads:
             runs: dict[str, list[Run]] = {name: [] for name in sides}
             for number in range(rounds):
@@ -100,7 +100,7 @@ def _figure(side: str, workload: Workload, runs: list[Run]) -> dict[str, object]
     rates = [run.blocks_per_s for run in runs]
     cpu = statistics.median(run.cpu_us_per_block for run in runs)
     print(
-        f"{workload.mix:<6}{side:<8}{statistics.median(rates) / 1e3:6.1f} kIOPS ({min(rates) / 1e3:.1f} to "
+        f"{workload.mix:<6}{side:<13}{statistics.median(rates) / 1e3:6.1f} kIOPS ({min(rates) / 1e3:.1f} to "
         f"{max(rates) / 1e3:.1f})  {cpu:5.1f} CPU µs per block",
         flush=True,
     )
