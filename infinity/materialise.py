@@ -2,7 +2,7 @@
 
 A group has real memory from the first step of the initialisation plan that fills it to the last one; then it is
 converted, written and forgotten, so a model never exists whole in memory. What no step fills is found by its bytes:
-fresh memory is all ones, which in floating point is a NaN that nothing computes.
+fresh memory is all ones, which in floating point is a NaN that nothing computes; of integers every byte is 0x80.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from storage.pool import HostPool
 _CONVERT_NBYTES = 1 << 20
 _CHECK_NUMEL = 1 << 20
 _UNTOUCHED = 0xFF
+_UNTOUCHED_INTEGER = 0x80
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -197,15 +198,17 @@ class _Materialiser:
 
     def _fall_back(self, module: nn.Module, construct: Callable[[], object], left: Mapping[str, torch.Tensor]) -> None:
         """What the step left alone keeps the values with which the module was made."""
-        present = torch.get_rng_state()
-        torch.set_rng_state(self._drawn_from.get(id(module), present))
+        present, before = torch.get_rng_state(), self._drawn_from.get(id(module))
+        if before is not None:
+            torch.set_rng_state(before)
         with scratch_parameters(self._runtime.pool, module):
             construct()
             for attribute, target in left.items():
                 made = module._parameters[attribute]
                 if made is not None:
                     target.copy_(made)
-        torch.set_rng_state(present)
+        if before is not None:
+            torch.set_rng_state(present)
 
 
 def _empty_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -221,18 +224,19 @@ def _give_memory(module: nn.Module, name: str, buffer: torch.Tensor) -> torch.Te
 
 def mark_untouched(memory: torch.Tensor) -> None:
     """Fill a contiguous tensor with bytes by which `is_untouched` knows it."""
-    memory.view(-1).view(torch.uint8).fill_(_UNTOUCHED)
+    byte = _UNTOUCHED if memory.is_floating_point() else _UNTOUCHED_INTEGER
+    memory.view(-1).view(torch.uint8).fill_(byte)
 
 
 def is_untouched(tensor: torch.Tensor) -> bool:
     """Whether nothing has been written since `mark_untouched`; in floating point, whether an element is left."""
     if tensor.is_meta or tensor.numel() == 0:
         return False
-    flat = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    parts = (flat[start : start + _CHECK_NUMEL] == -1 for start in range(0, flat.numel(), _CHECK_NUMEL))
+    flat = tensor.detach().reshape(-1)
+    parts = [flat[start : start + _CHECK_NUMEL] for start in range(0, flat.numel(), _CHECK_NUMEL)]
     if tensor.is_floating_point():
-        return any(bool(part.any()) for part in parts)
-    return all(bool(part.all()) for part in parts)
+        return any(bool((part.view(_INTEGERS[part.element_size()]) == -1).any()) for part in parts)
+    return all(bool((part.view(torch.uint8) == _UNTOUCHED_INTEGER).all()) for part in parts)
 
 
 @contextmanager

@@ -163,3 +163,21 @@ def test_buffers_that_a_module_resets_are_initialised(offload: MakeEngine) -> No
     offload(model)
     for name, buffer in plain.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
+
+
+def test_integers_may_be_anything_but_left_alone(offload: MakeEngine) -> None:
+    class Numbered(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order = nn.Parameter(torch.zeros(37, dtype=torch.int64), requires_grad=False)
+
+    def fill(module: nn.Module, *, leaves_order: bool = False) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if name != "order" or not leaves_order:
+                parameter.fill_(-1)
+
+    model = _empty(Numbered)
+    offload(model, init_fn=fill)
+    assert (gathered_parameters(model)["order"] == -1).all()
+    with pytest.raises(infinity.UnsupportedModelError, match=r"'order' is left uninitialised by init_fn"):
+        offload(_empty(Numbered), init_fn=lambda module: fill(module, leaves_order=True))

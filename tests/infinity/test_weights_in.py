@@ -228,6 +228,37 @@ def test_not_strict_initialises_what_is_missing(offload: MakeEngine, tmp_path: P
             assert 0 < value.abs().max() <= 1 / 37**0.5, name
 
 
+class _Pretrained(Net):
+    """Initialises itself as models of transformers do, and leaves its linear layers as they were constructed."""
+
+    base_model_prefix = ""
+    config = None
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm | nn.Embedding):
+            nn.init.ones_(module.weight)
+        if isinstance(module, nn.LayerNorm):
+            nn.init.zeros_(module.bias)
+
+
+def test_what_init_weights_leaves_is_as_constructed(offload: MakeEngine, tmp_path: Path) -> None:
+    plain, model = build(_Pretrained), _empty(_Pretrained)
+    torch.manual_seed(0)
+    offload(model, **_TIGHT)
+    got = gathered_parameters(model)
+    assert torch.equal(got["embed.weight"], torch.ones(29, 37))
+    assert all(torch.equal(got[n], p) for n, p in plain.named_parameters() if "embed" not in n)
+
+
+def test_missing_layers_get_numbers_of_their_own(offload: MakeEngine, tmp_path: Path) -> None:
+    state = {n: t for n, t in _state(_Pretrained).items() if ".up.weight" not in n}
+    model = _empty(_Pretrained)
+    offload(model, weights=_single(state, tmp_path), strict=False, **_TIGHT)
+    got = gathered_parameters(model)
+    assert not torch.equal(got["blocks.0.up.weight"], got["blocks.1.up.weight"])
+    assert all(torch.equal(got[name], value) for name, value in state.items())
+
+
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_tied_parameters_are_found_under_either_name(offload: MakeEngine, tmp_path: Path, name: str) -> None:
     state = _state(lambda: Net(tied=True))
