@@ -182,10 +182,10 @@ def _refuse_late_updates(config: Config) -> None:
 
 
 def _refuse_durable_ranks(config: Config) -> None:
-    if config.durability is Durability.STEP:
+    if config.durability is Durability.STEP and config.schedule is Schedule.OVERLAPPED:
         raise ConfigError(
-            "durability='step' with several ranks is not supported: their commits would have to agree on the step. Run "
-            "one process, or use durability='none' and save checkpoints"
+            "schedule='overlapped' with durability='step' and several ranks: it would overwrite, during backward, what "
+            "a rank that is behind needs to go back to. Use schedule='synchronous'"
         )
 
 

@@ -21,6 +21,7 @@ from infinity.config import Config
 from infinity.durable.journal import Journal
 from infinity.durable.notes import StoredRun
 from infinity.durable.restore import find_run, restore_shards
+from infinity.durable.together import find_run_of_ranks
 from infinity.engine_state import StatefulEngine
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
@@ -63,7 +64,7 @@ class Engine(StatefulEngine):
         ranks: Ranks | None = None,
         resume: bool = False,
     ) -> None:
-        run = find_run(config, resume=resume)
+        run = find_run(config, resume=resume) if ranks is None else find_run_of_ranks(config, ranks, resume=resume)
         self.loaded_weights: LoadedWeights | None = None
         self._tensor_parallel = TensorParallel(model)
         self._tensor_parallel.check(config, ranks)

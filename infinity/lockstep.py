@@ -40,6 +40,7 @@ class Want(IntEnum):
     SAVE = 24
     LOAD = 25
     OPTIMIZER_STATE = 26
+    RESTORE = 27
 
 
 _TOGETHER = frozenset(want for want in Want if want >= Want.CLIP)
@@ -54,6 +55,7 @@ _NAMES = {
     Want.SETUP: "is in infinity.offload()",
     Want.SAVE: "saves a checkpoint",
     Want.LOAD: "loads a checkpoint",
+    Want.RESTORE: "goes back to its last commit",
     Want.OPTIMIZER_STATE: "asks for, or loads, the optimizer's state_dict()",
 }
 

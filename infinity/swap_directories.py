@@ -30,7 +30,7 @@ def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -
         if rank is None:
             yield paths
             return
-        own = [path / f"rank{rank}" for path in paths]
+        own = [directory_of_rank(path, rank) for path in paths]
         for path in own:
             path.mkdir(parents=True, exist_ok=True)
         try:
@@ -51,6 +51,11 @@ def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -
     finally:
         atexit.unregister(remove)
         remove()
+
+
+def directory_of_rank(path: Path, rank: int) -> Path:
+    """The folder of one rank among several in a directory that was given."""
+    return path / f"rank{rank}"
 
 
 def default_directory() -> Path:

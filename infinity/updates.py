@@ -191,7 +191,7 @@ class Updates:
         runtime = self._runtime
         self.consistency.check()
         later: list[GroupUpdate] = []
-        self.gradients.agree(Want.STEP, "the steps taken")
+        self._agree_on_step()
         if self.is_overlapped:
             self._check_unchanged(optimizer)
             self._submit(runtime.sink.pending())  # what not every rank had in its backward
@@ -278,6 +278,17 @@ class Updates:
         self._submitted.clear()
 
     # Parts -----------------------------------------------------------------------------------------------------
+
+    def _agree_on_step(self) -> None:
+        """All ranks take the same step, on top of the same commit; nobody goes back further than to that one."""
+        committer = self._runtime.committer
+        epoch = 0
+        if committer is not None:
+            committer.wait()
+            epoch = committer.epoch
+        self.gradients.agree(Want.STEP, "the steps taken or committed", epoch)
+        if committer is not None:
+            committer.store.forget_before()
 
     def _has_gradient(self, group: FlatGroup) -> bool:
         return any(self._runtime.sink.has(group, slot) for slot in range(len(group.layout.slots)))

@@ -13,6 +13,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import xxhash
@@ -31,10 +32,23 @@ CREATE TABLE IF NOT EXISTS keys (
     pieces TEXT, digests BLOB, states BLOB, spans TEXT, check_sum TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, data BLOB, check_sum TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS keys_before (
+    key TEXT PRIMARY KEY, nbytes INTEGER, dtype TEXT, generation INTEGER, step INTEGER,
+    pieces TEXT, digests BLOB, states BLOB, spans TEXT, check_sum TEXT
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS notes_before (name TEXT PRIMARY KEY, data BLOB, check_sum TEXT) WITHOUT ROWID;
 """
 _COLUMNS = "key, nbytes, dtype, generation, step, pieces, digests, states, spans, check_sum"
 
 CommitPoint = Callable[[str], None]
+
+
+class Before(Enum):
+    """What a commit does with the generation that it replaces."""
+
+    FORGET = "forget"
+    KEEP = "keep"  # it can be gone back to, until the next one that is kept
+    KEEP_OLDER = "keep older"  # it is forgotten, and the one that was kept before it stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +145,19 @@ class Manifest:
         Raises:
             IntegrityError: it cannot be read, or a note is damaged.
         """
+        return self._notes("notes")
+
+    def notes_before(self) -> dict[str, bytes]:
+        """The same, as of the generation that is kept to be gone back to; nothing when there is none.
+
+        Raises:
+            IntegrityError: it cannot be read, or a note is damaged.
+        """
+        return self._notes("notes_before")
+
+    def _notes(self, table: str) -> dict[str, bytes]:
         try:
-            with closing(self._db.execute("SELECT name, data, check_sum FROM notes")) as rows:
+            with closing(self._db.execute(f"SELECT name, data, check_sum FROM {table}")) as rows:
                 return {str(name): self._note(str(name), data, check_sum) for name, data, check_sum in rows.fetchall()}
         except sqlite3.Error as error:
             raise self._unreadable(error) from error
@@ -156,6 +181,7 @@ class Manifest:
         on_point: CommitPoint = lambda _: None,
         *,
         notes: Mapping[str, bytes] | None = None,
+        before: Before = Before.FORGET,
     ) -> None:
         """Make the next generation: all of it, or, when this raises, none of it as far as one can know.
 
@@ -169,6 +195,8 @@ class Manifest:
         try:
             self._db.execute("BEGIN IMMEDIATE").close()
             on_point("begun")
+            if before is Before.KEEP:
+                self._keep_before()
             self._db.executemany("DELETE FROM keys WHERE key = ?", [(key,) for key in removed]).close()
             on_point("removed")
             for record in changed:
@@ -192,6 +220,38 @@ class Manifest:
                 "intact, and what was written is still there: free space or repair the drive, and commit again"
             ) from error
         on_point("committed")
+        self.generation, self.step = generation, step
+
+    def _keep_before(self) -> None:
+        for table in ("keys", "notes"):
+            self._db.execute(f"DELETE FROM {table}_before").close()
+            self._db.execute(f"INSERT INTO {table}_before SELECT * FROM {table}").close()
+        values = [("generation_before", self.generation), ("step_before", self.step)]
+        self._db.executemany("INSERT OR REPLACE INTO store VALUES (?, ?)", values).close()
+
+    def go_back(self) -> None:
+        """Make the generation that was kept the last one again; the one after it is gone.
+
+        Raises:
+            StorageError: none was kept, or the database could not be written to.
+        """
+        found = self._settings()
+        if "generation_before" not in found:
+            raise StorageError(f"{self.path} keeps no generation before {self.generation} to go back to")
+        generation, step = int(str(found["generation_before"])), int(str(found["step_before"]))
+        try:
+            self._db.execute("BEGIN IMMEDIATE").close()
+            for table in ("keys", "notes"):
+                self._db.execute(f"DELETE FROM {table}").close()
+                self._db.execute(f"INSERT INTO {table} SELECT * FROM {table}_before").close()
+                self._db.execute(f"DELETE FROM {table}_before").close()
+            values = [(generation, "generation"), (step, "step")]
+            self._db.executemany("UPDATE store SET value = ? WHERE name = ?", values).close()
+            self._db.execute("DELETE FROM store WHERE name IN ('generation_before', 'step_before')").close()
+            self._db.execute("COMMIT").close()
+        except sqlite3.Error as error:
+            self._roll_back()
+            raise StorageError(f"{self.path} could not go back to generation {generation}: {error}") from error
         self.generation, self.step = generation, step
 
     def _roll_back(self) -> None:

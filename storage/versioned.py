@@ -27,7 +27,7 @@ from storage.drives import StorageOptions, WrapBackend
 from storage.durable import open_durable_drive, open_folder
 from storage.errors import IntegrityError, IoTimeoutError, StorageError, WriteError
 from storage.filesystems import sync_data
-from storage.manifest import MANIFEST_FILE, CommitPoint, KeyRecord, Manifest, used_spans
+from storage.manifest import MANIFEST_FILE, Before, CommitPoint, KeyRecord, Manifest, used_spans
 from storage.ordering import Operation
 from storage.reserve import check_arguments, reserve
 from storage.store import ShardStore
@@ -46,6 +46,7 @@ class _Snapshot:
     removed: Sequence[str]
     fresh: frozenset[tuple[int, int]]
     retired: Sequence[Extent]
+    before: Before
 
 
 class VersionedStore(ShardStore):
@@ -73,6 +74,7 @@ class VersionedStore(ShardStore):
         self._changed: set[str] = set()
         self._volatile: set[str] = set()
         self._dtypes: dict[str, str] = {}
+        self._kept: list[Extent] = []  # that only the generation before the last one refers to
         self._gate = threading.RLock()  # keys are made, deleted and committed one at a time
 
     @classmethod
@@ -192,13 +194,22 @@ class VersionedStore(ShardStore):
                 self._dtypes.pop(key, None)
                 self._changed.add(key)
 
-    def commit(self, step: int, timeout_s: float | None = None, *, notes: Mapping[str, bytes] | None = None) -> int:
+    def commit(
+        self,
+        step: int,
+        timeout_s: float | None = None,
+        *,
+        notes: Mapping[str, bytes] | None = None,
+        before: Before = Before.FORGET,
+    ) -> int:
         """Make every write that was submitted durable, as one new generation; its number.
 
         Reads and writes may go on meanwhile; other commits wait, and so do `create` and `delete`.
 
         Args:
             notes: what the program notes with it, by name; names that are left out keep their last note.
+            before: whether the generation before can be gone back to, also by a later process. Its bytes take space
+                until `forget_before`.
 
         Raises:
             IoTimeoutError: writes did not end in time. Nothing has changed.
@@ -218,13 +229,30 @@ class VersionedStore(ShardStore):
                         if operation.op is Op.WRITE and operation.key not in self._volatile
                     ]
                     if not writes:
-                        snapshot = self._snapshot(step, notes or {})
+                        snapshot = self._snapshot(step, notes or {}, before)
                         break
                 for ticket in writes:
                     if not ticket.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
                         raise IoTimeoutError(f"commit of step {step}: {len(writes)} writes have not ended")
             self._commit(snapshot)
             return self._manifest.generation
+
+    def forget_before(self) -> None:
+        """Nobody will go back further than the last commit: give back what only the one before it needs."""
+        with self._lock:
+            kept, self._kept = self._kept, []
+            if kept:
+                self._space.free_retired(kept)
+
+    def step_back(self, timeout_s: float | None = None) -> None:
+        """Go back to the generation that the last commit kept, before `forget_before`; otherwise as `roll_back`.
+
+        Raises:
+            StorageError: none was kept; or as `roll_back`.
+        """
+        with self._gate:
+            self._manifest.go_back()
+            self.roll_back(timeout_s)
 
     def roll_back(self, timeout_s: float | None = None) -> None:
         """Go back to the last commit: every key is as it was then, what came later is gone. Volatile keys stay.
@@ -244,7 +272,7 @@ class VersionedStore(ShardStore):
                 self._keys = {key: entry for key, entry in self._keys.items() if key in self._volatile}
                 volatile = [piece for entry in self._keys.values() for piece in entry.pieces]
                 self._space.go_back([piece for record in records for piece in record.pieces], volatile)
-                self._changed, self._dtypes = set(), {}
+                self._changed, self._dtypes, self._kept = set(), {}, []
                 self._restore(records)
 
     # Parts -----------------------------------------------------------------------------------------------------
@@ -263,7 +291,7 @@ class VersionedStore(ShardStore):
             self._keys[record.key] = StoredKey(record.nbytes, record.pieces, checksums)
             self._dtypes[record.key] = record.dtype
 
-    def _snapshot(self, step: int, notes: Mapping[str, bytes]) -> _Snapshot:
+    def _snapshot(self, step: int, notes: Mapping[str, bytes], before: Before) -> _Snapshot:
         """Note what is to be committed; from now on nobody overwrites it. Called under the lock; no write is in flight.
 
         Raises:
@@ -280,7 +308,7 @@ class VersionedStore(ShardStore):
         records = [self._record(key, step) for key in changed if key in self._keys]
         removed = [key for key in changed if key not in self._keys]
         sealed, retired = self._space.seal([piece for key in self._volatile for piece in self._keys[key].pieces])
-        return _Snapshot(step, notes, records, removed, sealed, retired)
+        return _Snapshot(step, notes, records, removed, sealed, retired, before)
 
     def _commit(self, snapshot: _Snapshot) -> None:
         """Make a snapshot the last generation; if that fails, what it refers to is kept for the next commit."""
@@ -288,7 +316,12 @@ class VersionedStore(ShardStore):
             self._on_commit_point("start")
             self._sync(snapshot)
             self._manifest.commit(
-                snapshot.step, snapshot.records, snapshot.removed, self._on_commit_point, notes=snapshot.notes
+                snapshot.step,
+                snapshot.records,
+                snapshot.removed,
+                self._on_commit_point,
+                notes=snapshot.notes,
+                before=snapshot.before,
             )
         except BaseException:
             # Whether the transaction reached the disk cannot be known: what it refers to must not be overwritten, so
@@ -298,7 +331,10 @@ class VersionedStore(ShardStore):
                 self._space.retired = [*snapshot.retired, *self._space.retired]
             raise
         with self._lock:
-            self._space.free_retired(snapshot.retired)
+            if snapshot.before is Before.FORGET:
+                self._space.free_retired(snapshot.retired)
+            else:
+                self._kept += snapshot.retired
         self._on_commit_point("freed")
 
     def _sync(self, snapshot: _Snapshot) -> None:

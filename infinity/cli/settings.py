@@ -132,7 +132,12 @@ def _check_directories(config: Config) -> None:
 
 def _check_ranks(options: TrainOptions) -> None:
     size = this_job().size
-    for name, given in (("--baseline", options.baseline), ("--scheduler-trace", options.scheduler_trace)):
+    one_rank_only = {
+        "--baseline": options.baseline,
+        "--scheduler-trace": options.scheduler_trace,
+        "--durability step": options.durability == Durability.STEP,
+    }
+    for name, given in one_rank_only.items():
         if size > 1 and given:
             raise ConfigError(f"{name} works with one rank, and this job has {size}; leave it out")
 

@@ -18,6 +18,7 @@ from enum import Enum
 
 from infinity.errors import InfinityError
 from infinity.observe.stalls import StallCause, StallClock
+from storage.manifest import Before
 from storage.types import Ticket
 from storage.versioned import VersionedStore
 
@@ -43,6 +44,7 @@ class Committer:
         on_failure: told, on the committing thread, why a step could not be committed.
 
     Attributes:
+        epoch: of the last commit; see `infinity.durable.together`.
         commits: how many steps have been committed.
         seconds: how long that took, from the last write of a step to the end of its transaction.
     """
@@ -57,6 +59,7 @@ class Committer:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.store = store
+        self.epoch = -1
         self.commits = 0
         self.seconds = 0.0
         self._thread = thread
@@ -71,16 +74,26 @@ class Committer:
     def state(self) -> CommitState:
         return self._state
 
-    def begin(self, step: int, notes: Mapping[str, bytes], writes: Sequence[Ticket]) -> None:
+    def begin(
+        self,
+        step: int,
+        notes: Mapping[str, bytes],
+        writes: Sequence[Ticket],
+        *,
+        epoch: int = 0,
+        before: Before = Before.FORGET,
+    ) -> None:
         """Commit step `step` as soon as its writes have landed. `wait` comes before.
 
         Args:
             notes: what to note with it, by name.
             writes: of the step; if one of them fails nothing is committed.
+            epoch: the collective change of state that it belongs to.
+            before: whether the commit before can be gone back to.
         """
         self._move(CommitState.COMMITTING, CommitState.IDLE)
         self._ticket = ticket = Ticket(f"commit of step {step}")
-        self._thread.submit(self._commit, step, notes, tuple(writes), ticket)
+        self._thread.submit(self._commit, (step, epoch), notes, tuple(writes), before, ticket)
 
     def wait(self) -> None:
         """Wait until no commit is under way. With none, a flag check.
@@ -101,15 +114,24 @@ class Committer:
             self._move(CommitState.IDLE, CommitState.FAILED)
             self._ticket = Ticket.completed("commit")
 
-    def _commit(self, step: int, notes: Mapping[str, bytes], writes: Sequence[Ticket], ticket: Ticket) -> None:
+    def _commit(
+        self,
+        what: tuple[int, int],
+        notes: Mapping[str, bytes],
+        writes: Sequence[Ticket],
+        before: Before,
+        ticket: Ticket,
+    ) -> None:
+        step, epoch = what
         try:
             for write in writes:
                 write.wait()  # ends at the latest when the engine closes, which cancels what writes
                 write.result()
             started_s = time.perf_counter()
-            self.store.commit(step, self._io_timeout_s, notes=notes)
+            self.store.commit(step, self._io_timeout_s, notes=notes, before=before)
             self.seconds += time.perf_counter() - started_s
             self.commits += 1
+            self.epoch = epoch
         except BaseException as error:
             self._move(CommitState.FAILED, CommitState.COMMITTING)
             self._on_failure(error)

@@ -38,6 +38,7 @@ from infinity.durable.notes import (
 from infinity.errors import IterationError
 from infinity.runtime import Runtime
 from infinity.updates import Updates
+from storage.manifest import Before
 
 
 class Journal:
@@ -48,6 +49,7 @@ class Journal:
         self._updates = updates
         self._committer = committer
         self._step = 0
+        self._epoch = 0
         self._extra = pack_extra(None)
         self._is_noted = False  # the loop uses `note`
         self._is_open = False  # something has changed since the last commit was begun
@@ -66,10 +68,12 @@ class Journal:
         self._step, self._extra, self._is_noted = run.step, pack_extra(run.extra), run.state.is_noted
         self._is_open, self._has_extra, self._has_begun = False, True, False
         self._rng = run.state.rng
+        self._epoch = self._committer.epoch = run.state.epoch
 
     def replaced(self, step: int, extra: Mapping[str, Any] | None) -> None:
         """The whole state has been replaced: it is as after step `step`, and is committed at once."""
         self._step, self._extra, self._rng = step, pack_extra(extra), rng_state()
+        self._epoch += 1
         self._is_open, self._has_extra, self._has_begun = True, True, False
         self.seal()
         self._committer.wait()
@@ -81,6 +85,7 @@ class Journal:
     def step_ended(self) -> None:
         """`optimizer.step()` is about to return."""
         self._step += 1
+        self._epoch += 1
         self._rng = rng_state()
         self._is_open, self._has_extra, self._has_begun = True, False, False
 
@@ -113,7 +118,10 @@ class Journal:
             return
         self._committer.wait()
         writes = [update.written for update in runtime.in_flight]
-        self._committer.begin(self._step, self._notes(), writes)
+        before = Before.FORGET
+        if runtime.lockstep is not None:  # see [Note: the commit before] in together.py
+            before = Before.KEEP if self._epoch != self._committer.epoch else Before.KEEP_OLDER
+        self._committer.begin(self._step, self._notes(), writes, epoch=self._epoch, before=before)
         self._is_open = False
         self._is_laid_out = True
 
@@ -142,6 +150,7 @@ class Journal:
             optimizer=groups,
             rng=self._rng,
             is_noted=self._is_noted,
+            epoch=self._epoch,
         )
         notes = {
             RUN: state.to_bytes(),
@@ -161,4 +170,14 @@ def layout_of(runtime: Runtime) -> StoredLayout:
         fields=tuple((f.name, str(f.dtype).removeprefix("torch.")) for f in runtime.kernel.fields),
         groups=tuple(StoredGroup.of(group) for group in runtime.groups),
         directories=tuple(str(Path(path).absolute()) for path in runtime.config.nvme.paths or ()),
+        ranks=_ranks_of(runtime),
     )
+
+
+def _ranks_of(runtime: Runtime) -> str:
+    """Which part of every shard this rank holds, in words; with one rank nothing."""
+    if runtime.lockstep is None:
+        return ""
+    ranks = runtime.lockstep.collectives.ranks
+    place = f"shard {ranks.shard} of {ranks.shards}, row {ranks.replica} of {ranks.replicas}"
+    return f"stage {runtime.config.stage}, {place}"

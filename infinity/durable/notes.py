@@ -67,6 +67,7 @@ class StoredLayout:
         chunk_numel: elements of a chunk; every chunk of a group that trains has a record of its state.
         fields: name and dtype of the parts of a record, in order.
         directories: of the run, in order, as its last process knew them.
+        ranks: which part of it this is, of several ranks; "" with one.
     """
 
     precision: str
@@ -74,6 +75,7 @@ class StoredLayout:
     fields: tuple[tuple[str, str], ...]
     groups: tuple[StoredGroup, ...]
     directories: tuple[str, ...]
+    ranks: str = ""
 
     def chunk_nbytes(self, fields: Sequence[StateField]) -> int:
         """State of a chunk in bytes: the setting that gives chunks of the same length."""
@@ -91,7 +93,8 @@ class StoredLayout:
     def parse(cls, content: Mapping[str, Any]) -> StoredLayout:
         groups = [StoredGroup.parse(group) for group in content["groups"]]
         fields = tuple((str(name), str(dtype)) for name, dtype in content["fields"])
-        return cls(content["precision"], content["chunk_numel"], fields, tuple(groups), tuple(content["directories"]))
+        directories, ranks = tuple(content["directories"]), content.get("ranks", "")
+        return cls(content["precision"], content["chunk_numel"], fields, tuple(groups), directories, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class StoredState:
         optimizer: its parameter groups; None when there was no optimizer yet.
         rng: state of the random number generators.
         is_noted: the loop gives an `extra` for every step, so no step is committed without.
+        epoch: counts the changes of state that all ranks make together; see `infinity.durable.together`.
     """
 
     counts: dict[str, list[int]]
@@ -111,6 +115,7 @@ class StoredState:
     optimizer: list[OptimizerEntry] | None
     rng: dict[str, Any]
     is_noted: bool
+    epoch: int = 0
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -124,6 +129,7 @@ class StoredState:
             None if groups is None else [OptimizerEntry(**group) for group in groups],
             content["rng"],
             content["is_noted"],
+            content.get("epoch", 0),
         )
 
 
@@ -192,7 +198,7 @@ def refuse_other_layout(run: StoredRun, layout: StoredLayout) -> None:
     Raises:
         CheckpointError: it was laid out differently; says where.
     """
-    for what in ("precision", "fields", "chunk_numel"):
+    for what in ("ranks", "precision", "fields", "chunk_numel"):
         stored, now = getattr(run.layout, what), getattr(layout, what)
         if stored != now:
             raise CheckpointError(

@@ -12,10 +12,12 @@ from infinity.checkpoint.parts import check_settings, persistent_buffers, restor
 from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.tiers import CHECKPOINT_STEP
 from infinity.config import Config, Durability
+from infinity.durable.committer import Committer
 from infinity.durable.journal import Journal, layout_of
 from infinity.durable.notes import StoredRun, read_run, refuse_other_layout
 from infinity.errors import CheckpointError, ConfigError
 from infinity.iteration import Iteration
+from infinity.lockstep import Lockstep, Want
 from infinity.observe.stalls import StallCause
 from infinity.residency import CopyState
 from infinity.runtime import Runtime
@@ -131,6 +133,8 @@ def restore(
         runtime.stalls.settle(update.written, StallCause.NVME_WRITE)
     runtime.in_flight.clear()
     store = committer.store
+    if runtime.lockstep is not None:
+        _meet_at_last_commit(runtime.lockstep, committer, runtime.config.nvme.io_timeout_s)
     run = StoredRun.parse(store.directory, store.step, store.notes())
     has_settings = run.state.optimizer is not None  # not before the first step
     if optimizer is not None and has_settings:
@@ -149,3 +153,18 @@ def restore(
     if optimizer is not None and has_settings:
         restore_settings(run.state.optimizer, optimizer)
     return run.extra
+
+
+def _meet_at_last_commit(lockstep: Lockstep, committer: Committer, timeout_s: float) -> None:
+    """Before the ranks go back to their last commit: those that are ahead of another one go back to that of before.
+
+    Raises:
+        CheckpointError: their commits differ by more than one.
+        StorageError: this rank cannot go back.
+    """
+    epochs = [brought[0] for brought in lockstep.meet(Want.RESTORE, committer.epoch)]
+    if max(epochs) - min(epochs) > 1:
+        raise CheckpointError(f"the last commits of the ranks are {epochs}; start again with resume=True")
+    if committer.epoch > min(epochs):
+        committer.store.step_back(timeout_s)
+        committer.epoch = min(epochs)

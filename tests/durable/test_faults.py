@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +33,12 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBacken
         made.append(FaultyBackend(backend))
         return made[-1]
 
-    monkeypatch.setattr(VersionedStore, "open", partial(VersionedStore.open, wrap_backend=wrap))
+    really_open = VersionedStore.open
+
+    def open_faulty(*args: Any, **settings: Any) -> VersionedStore:
+        return really_open(*args, **{**settings, "wrap_backend": wrap})
+
+    monkeypatch.setattr(VersionedStore, "open", open_faulty)
     yield lambda: made[-1]
 
 
