@@ -17,7 +17,6 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +78,12 @@ class Case:
     def open(self, name: str, points: Points, *, resume: bool = False) -> Run:
         config = small_config(self.folder / name, durability="step", **self._settings)
         opened = VersionedStore.open
-        VersionedStore.open = partial(  # type: ignore[method-assign]
-            opened, wrap_backend=lambda backend: Watched(backend, points), on_commit_point=points.reach
-        )
+        watched = {"wrap_backend": lambda backend: Watched(backend, points), "on_commit_point": points.reach}
+
+        def open_watched(*args: Any, **given: Any) -> VersionedStore:
+            return opened(*args, **{**given, **watched})
+
+        VersionedStore.open = open_watched  # type: ignore[method-assign, assignment]
         try:
             return Run(lambda model: infinity.offload(model, config, resume=resume))
         finally:
