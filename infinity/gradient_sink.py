@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.away_gradients import SpilledGradient
 from infinity.devices.base import Device, Fence
 from infinity.errors import PlacementError, UnsupportedModelError
 from infinity.gradient_blocks import GradientBlocks
@@ -22,7 +23,7 @@ from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, gradient
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.optim.clip import parameter_norm
-from infinity.released import OffloadedParameter, SpilledGradient, fresh_grad, set_fresh_grad
+from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
 from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.types import Priority

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from infinity.away_gradients import ShardedGradient
 from infinity.devices.base import Fence
 from infinity.gradient_sink import GradientSink
 from infinity.gradients import GRAD_DTYPE, GroupGradient
 from infinity.groups import FlatGroup
 from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause
-from infinity.released import OffloadedParameter, ShardedGradient, fresh_grad, set_fresh_grad
+from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
 
 
 def reduction_nbytes(group: FlatGroup, replicas: int) -> int:

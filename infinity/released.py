@@ -1,10 +1,5 @@
 """What a module holds in place of a parameter: the real one while gathered, a refusing stand-in while released.
 
-[Note: gradients]
-A gradient leaves the device when its unit's backward is over and waits in host memory. `parameter.grad` shows it there
-(so norms can be read, and `model.zero_grad()` and torch's own clipping do what they say); setting it replaces it, and
-`None` takes it away.
-
 [Note: released parameters]
 Reading a tensor whose storage was freed is a segmentation fault on CPU, and a `meta` tensor in its place computes
 silent garbage. So a module never holds a freed parameter: it holds a `ReleasedParameter`, a wrapper subclass without
@@ -22,7 +17,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
@@ -207,7 +202,7 @@ class StandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        raise NotGatheredError(f"{func} reached {_first(cls, args, kwargs or {})!r}, whose data is not here")
+        raise NotGatheredError(f"{func} reached {first_of(cls, args, kwargs or {})!r}, whose data is not here")
 
 
 class ReleasedParameter(StandIn):
@@ -241,7 +236,7 @@ class ReleasedParameter(StandIn):
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _change_requires_grad(func, args, kwargs)
         use = data_of if func == _DATA_GET else func
-        return _first(cls, args, kwargs).ref.access.use_released(use, args, kwargs)
+        return first_of(cls, args, kwargs).ref.access.use_released(use, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ReleasedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -284,7 +279,7 @@ class FreedParameter(OffloadedParameter):
                 return func(*args, **(kwargs or {}))
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:
             return _change_requires_grad(func, args, kwargs or {})
-        return _first(cls, args, kwargs or {}).ref.access.use_released(func, args, kwargs or {})
+        return first_of(cls, args, kwargs or {}).ref.access.use_released(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FreedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -318,66 +313,6 @@ def is_released(value: object) -> TypeGuard[ReleasedParameter | FreedParameter]:
 def real(value: Any) -> Any:
     """The real parameter for what stands for one; anything else as it is."""
     return value.ref.group.parameters[value.ref.slot] if is_released(value) else value
-
-
-class GradientKeeper(Protocol):
-    """What a spilled gradient asks of whoever keeps it; enough for torch's own `clip_grad_norm_`."""
-
-    def norm_of_spilled(self, group: FlatGroup, slot: int) -> torch.Tensor:
-        """Its 2-norm."""
-
-    def scale_spilled(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> None:
-        """Multiply it by `factor` when the step uses it."""
-
-
-class SpilledGradient(StandIn):
-    """Stands for a gradient that waits in the swap file: metadata, 2-norm and scaling; everything else refuses."""
-
-    parameter_name: str
-    kept: tuple[GradientKeeper, FlatGroup, int] | None
-    why: ClassVar[str] = (
-        "waits in the swap file because the gradients do not fit in the host budget. To clip, use "
-        "infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to scale losses, use infinity.GradScaler; to read "
-        "gradients, raise host.budget"
-    )
-
-    @staticmethod
-    def __new__(cls, parameter_name: str, shape: Sequence[int], dtype: torch.dtype) -> SpilledGradient:
-        self: SpilledGradient = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
-        self.parameter_name = parameter_name
-        self.kept = None
-        return self
-
-    @classmethod
-    def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        gradient = args[0] if args else None
-        if isinstance(gradient, SpilledGradient) and gradient.kept is not None and not kwargs:
-            keeper, group, slot = gradient.kept
-            if func is torch.linalg.vector_norm and args[1:] in ((), (2,)):
-                return keeper.norm_of_spilled(group, slot)
-            if func is _TENSOR.mul_ and _is_scalar(args[1]):
-                keeper.scale_spilled(group, slot, torch.as_tensor(args[1]))
-                return gradient
-        raise NotGatheredError(
-            f"{getattr(func, '__name__', func)} on the gradient of {_first(cls, args, kwargs).parameter_name!r}, which "
-            f"{cls.why}"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.parameter_name}, shape={tuple(self.shape)})"
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-
-
-class ShardedGradient(SpilledGradient):
-    """Stands for a gradient of which every rank has a part."""
-
-    why: ClassVar[str] = (
-        "is shared out among the ranks. To clip, use infinity.clip_grad_norm_ or AdamW(max_grad_norm=...); to read "
-        "gradients, use stage=1"
-    )
 
 
 def _set_data(parameter: OffloadedParameter | ReleasedParameter, value: torch.Tensor) -> None:
@@ -435,7 +370,7 @@ def data_of(parameter: OffloadedParameter) -> torch.Tensor:
 _Kind = TypeVar("_Kind", bound=torch.Tensor)
 
 
-def _first(kind: type[_Kind], args: Sequence[Any], kwargs: dict[str, Any]) -> _Kind:
+def first_of(kind: type[_Kind], args: Sequence[Any], kwargs: dict[str, Any]) -> _Kind:
     """The first stand-in of a kind among the arguments of an operation, looking into lists and dicts."""
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, kind):

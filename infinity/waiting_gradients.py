@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from infinity.away_gradients import SpilledGradient
 from infinity.config import Schedule
 from infinity.errors import ConfigError, IterationError
 from infinity.groups import FlatGroup
@@ -19,7 +20,6 @@ from infinity.observe.stalls import StallCause
 from infinity.optim.clip import clip_coefficient, total_norm
 from infinity.optim.hyper import Hyper
 from infinity.rank_gradients import RankGradientSink
-from infinity.released import SpilledGradient
 from infinity.runtime import Runtime
 from infinity.scaling import Scaling
 
