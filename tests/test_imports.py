@@ -1,6 +1,7 @@
 """Dependencies point one way: storage knows nothing of the engine, product code nothing of the tests' tools."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,13 @@ def test_the_sources_are_found() -> None:
     assert {"infinity", "infinity.engine", "infinity.optim.adamw", "storage.store"} <= SOURCES.keys()
     assert "infinity.layout" in imports_of("infinity.host_division")
     assert "storage.align" in imports_of("infinity.layout")
+
+
+def test_files_that_the_documentation_names_are_there() -> None:
+    text = "".join(path.read_text() for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"])
+    named = set(re.findall(r"`((?:infinity|storage)/[\w/]+\.py)`", text))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 def test_storage_knows_neither_the_engine_nor_torch() -> None:
