@@ -25,6 +25,7 @@ from infinity.cli.report import Measured
 from infinity.cli.settings import RunSettings
 from infinity.cli.tables import preflight
 from infinity.config import Durability
+from infinity.data.batches import Batches
 from infinity.data.text import Text
 from infinity.editing import gathered
 from infinity.engine import Engine
@@ -34,7 +35,7 @@ from infinity.models.gpt import Gpt, init_weights
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
-from infinity.plan.scheduler_trace import SchedulerTrace, record
+from infinity.plan.scheduler_trace import LEAST_STEPS, SchedulerTrace, record
 from infinity.plan.wear_guard import WearGuard, WearReport
 
 
@@ -59,106 +60,130 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
     torch.manual_seed(training.seed)
     made = offload(model, settings.config, init_fn=init_weights, resume=settings.continues is not None)
     with _closed_undisturbed(made) as engine:
-        optimizer = AdamW(
+        session = _Session(settings, engine, model)
+        session.begin(text)
+        with _metrics_file(options.metrics) as metrics, session.display:
+            session.train(text, metrics)
+        return session.finish()
+
+
+class _Session:
+    """One run on an open engine, in three parts: `begin`, `train`, `finish`. Used by the training thread."""
+
+    def __init__(self, settings: RunSettings, engine: Engine, model: nn.Module) -> None:
+        training = settings.training
+        self._settings, self._engine, self._model = settings, engine, model
+        self._optimizer = AdamW(
             model.parameters(),
             lr=training.lr,
             betas=BETAS,
             weight_decay=WEIGHT_DECAY,
             max_grad_norm=training.clip,
         )
-        display = Display(make_console(), training.steps)
-        run = OffloadedRun()
+        self.display = Display(make_console(), training.steps)
+        self._run = OffloadedRun()
+
+    def begin(self, text: Text) -> None:
+        """Go on where a saved run stopped, if one is; show the plan; count from here."""
+        engine, settings, run = self._engine, self._settings, self._run
+        options, nvme = settings.options, settings.config.nvme
         if options.resume is not None:
             run.first_step, changed = checkpoints.load(engine, options.resume, settings)
-            display.say(f"resumed {options.resume}: continuing with step {run.first_step}")
+            self.display.say(f"resumed {options.resume}: continuing with step {run.first_step}")
             for change in changed:
-                display.say(f"different from the saved run: {change}")
+                self.display.say(f"different from the saved run: {change}")
         tables = preflight(
             engine.plan,
-            accumulate=training.accumulate,
+            accumulate=settings.training.accumulate,
             io_engine=engine.io_engine,
             notes=(*settings.notes, f"text: {text.source}"),
             is_resumed=run.first_step > 0,
         )
-        display.say(tables)
-        observer = RunObserver(engine._runtime)
-        nvme = settings.config.nvme
-        guard = WearGuard.of_store(engine._runtime.store, nvme.wear_budget, nvme.wear_action)
-        with _metrics_file(options.metrics) as metrics, display:
-            _steps(settings, text, engine, model, optimizer, run, display, observer, guard, metrics)
-        run.prediction = observer.predict(micro_batches=training.accumulate, recompute=training.recompute)
-        if options.save is not None:
-            checkpoints.save(engine, options.save, optimizer, settings, run.first_step + len(run.records))
-            display.say(f"saved to {options.save}")
-        run.measured = Measured.of(engine)
-        run.wear = guard.report()
-        if options.scheduler_trace is not None:
-            run.scheduler = record(
-                engine._runtime,
-                observer,
-                machine=describe_machine(),
-                micro_batches=training.accumulate,
-                traffic=run.measured.traffic.per_step[-1],
-            )
-        if options.trace is not None:
-            engine.trace.write_chrome(options.trace)
-        if options.baseline:
-            run.hashes = hash_parameters(model, gathered)
-    return run
+        self.display.say(tables)
+        self._observer = RunObserver(engine._runtime)
+        self._guard = WearGuard.of_store(engine._runtime.store, nvme.wear_budget, nvme.wear_action)
 
+    def train(self, text: Text, metrics: IO[str] | None) -> None:
+        """All steps, or those until the wear budget is spent."""
+        training, run = self._settings.training, self._run
+        batches = batches_of(training, text)
+        before = _counters(self._engine)
+        last_step = run.first_step + training.steps
+        for step in range(run.first_step, last_step):
+            record = self._step(batches, step, last_step, before)
+            before = record.counters
+            run.records.append(record)
+            self.display.step(record)
+            if metrics is not None:
+                metrics.write(json.dumps(record.to_json()) + "\n")
+                metrics.flush()
+            if self._is_worn(step, last_step):
+                return
 
-def _steps(
-    settings: RunSettings,
-    text: Text,
-    engine: Engine,
-    model: nn.Module,
-    optimizer: AdamW,
-    run: OffloadedRun,
-    display: Display,
-    observer: RunObserver,
-    guard: WearGuard,
-    metrics: IO[str] | None,
-) -> None:
-    training = settings.training
-    batches = batches_of(training, text)
-    device = torch.device("cuda" if training.uses_cuda else "cpu")
-    before = _counters(engine)
-    last_step = run.first_step + training.steps
-    for step in range(run.first_step, last_step):
+    def _step(self, batches: Batches, step: int, last_step: int, before: Counters) -> StepRecord:
+        training, engine, optimizer = self._settings.training, self._engine, self._optimizer
+        device = torch.device("cuda" if training.uses_cuda else "cpu")
         started_s = time.perf_counter()
-        loss = accumulate_gradients(model, batches, step, training.accumulate, device)
+        loss = accumulate_gradients(self._model, batches, step, training.accumulate, device)
         optimizer.step()
         optimizer.zero_grad()
-        if settings.config.durability is Durability.STEP:
-            engine.note(checkpoints.position(settings, step + 1, last_step))
+        if self._settings.config.durability is Durability.STEP:
+            engine.note(checkpoints.position(self._settings, step + 1, last_step))
         seconds = time.perf_counter() - started_s
-        observer.step_ended()
-        verdict = guard.step_ended()
+        self._observer.step_ended()
         norm = optimizer.last_grad_norm
-        counters = _counters(engine)
-        record = StepRecord(
+        return StepRecord(
             step=step,
             loss=loss,
             grad_norm=None if norm is None else norm.item(),
             seconds=seconds,
             tokens=training.tokens_per_step,
-            counters=counters,
+            counters=_counters(engine),
             before=before,
         )
-        before = counters
-        run.records.append(record)
-        display.step(record)
-        if metrics is not None:
-            metrics.write(json.dumps(record.to_json()) + "\n")
-            metrics.flush()
+
+    def _is_worn(self, step: int, last_step: int) -> bool:
+        """Do what the wear budget asks for after a step; whether the run has to stop."""
+        verdict = self._guard.step_ended()
         if verdict.message:
-            display.say(verdict.message)
+            self.display.say(verdict.message)
         if verdict.must_stop:
-            display.say(f"stopping after step {step}: nvme.wear_action is 'stop'")
-            return
-        if verdict.pause_s and step + 1 < last_step:
+            self.display.say(f"stopping after step {step}: nvme.wear_action is 'stop'")
+        elif verdict.pause_s and step + 1 < last_step:
             time.sleep(verdict.pause_s)
-            observer.paused(verdict.pause_s)
+            self._observer.paused(verdict.pause_s)
+        return verdict.must_stop
+
+    def finish(self) -> OffloadedRun:
+        """Predict, save, and read from the engine what is read before it is closed."""
+        training, options = self._settings.training, self._settings.options
+        engine, run = self._engine, self._run
+        run.prediction = self._observer.predict(micro_batches=training.accumulate, recompute=training.recompute)
+        if options.save is not None:
+            next_step = run.first_step + len(run.records)
+            checkpoints.save(engine, options.save, self._optimizer, self._settings, next_step)
+            self.display.say(f"saved to {options.save}")
+        run.measured = Measured.of(engine)
+        run.wear = self._guard.report()
+        if options.scheduler_trace is not None:
+            run.scheduler = self._scheduler_trace(run.measured)
+        if options.trace is not None:
+            engine.trace.write_chrome(options.trace)
+        if options.baseline:
+            run.hashes = hash_parameters(self._model, gathered)
+        return run
+
+    def _scheduler_trace(self, measured: Measured) -> SchedulerTrace | None:
+        if len(self._run.records) < LEAST_STEPS:  # a run that was stopped
+            self.display.say(f"no --scheduler-trace: fewer than {LEAST_STEPS} steps have run")
+            return None
+        return record(
+            self._engine._runtime,
+            self._observer,
+            machine=describe_machine(),
+            micro_batches=self._settings.training.accumulate,
+            traffic=measured.traffic.per_step[-1],
+        )
 
 
 def _counters(engine: Engine) -> Counters:

@@ -277,9 +277,11 @@ def test_a_run_beyond_its_budget_stops_and_saves(tmp_path: Path) -> None:
     swap, saved = tmp_path / "swap", tmp_path / "saved"
     swap.mkdir()
     arguments = ("--preset", "tiny", "--steps", "5", "--config", settings, "--nvme", swap, "--save", saved)
+    arguments += ("--scheduler-trace", tmp_path / "run.scheduler")
     code, output, error = call("train", *arguments, "--json", tmp_path / "r.json")
     assert code == 0, error
     assert "stopping after step" in output + error
+    assert "no --scheduler-trace" in output
     report = json.loads((tmp_path / "r.json").read_text())
     assert len(report["losses"]) < 5
     assert saved.is_dir()
