@@ -204,7 +204,7 @@ def _facts(summary: dict[str, Any]) -> Table:
         "optimizer state": ", ".join(summary["moments"]) or "none",
         "optimizer settings": "not saved" if groups is None else f"{groups} parameter groups",
         "waiting gradients": f"of {summary['gradients']} tensors" if summary["gradients"] else "none",
-        "ranks that saved it": str(summary["ranks"]),
+        "ranks that saved it": str(summary["ranks"] or "none of this program: it was imported"),
         "size": f"{format_nbytes(summary['bytes'])} in {len(summary['files'])} files",
         "written by": ", ".join(f"{name} {version}" for name, version in summary["written_by"].items()),
     }

@@ -59,6 +59,11 @@ def load_foreign_file(path: Path, packages: tuple[str, ...]) -> Any:
             f"{path} holds objects of {', '.join(others[:3])}, which only running code of theirs could restore; save "
             "the checkpoint without them"
         )
-    stand_ins: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]
-    with torch.serialization.safe_globals(stand_ins):
+    with torch.serialization.safe_globals([_stand_in(name) for name in names]):
         return load_torch_file(path)
+
+
+def _stand_in(name: str) -> type[Inert]:
+    """An inert class that says it is the one of this name, which is how it is found while loading."""
+    module, _, qualified = name.rpartition(".")
+    return type(qualified, (Inert,), {"__module__": module, "__qualname__": qualified})
