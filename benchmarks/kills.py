@@ -56,15 +56,19 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=55)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--last", type=int, default=0, help="default: all points")
+    parser.add_argument("--part", type=int, default=5, help="points after which the result is kept")
     parser.add_argument("--summary", action="store_true")
     options = parser.parse_args()
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if options.case is not None:
         last = options.last or options.points
-        found = run(options.case, options.points, options.first, last)
-        kept[f"{options.case}: {options.first} to {last} of {options.points}"] = found
-        RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-        print(json.dumps(found))
+        for first in range(options.first, last, options.part):
+            stop = min(first + options.part, last)
+            kept[f"{options.case}: {first} to {stop} of {options.points}"] = run(
+                options.case, options.points, first, stop
+            )
+            RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            print(f"case {options.case}: {stop} of {last}", flush=True)
     killed = sum(part["killed"] for part in kept.values())
     failed = sum(len(part["failures"]) for part in kept.values())
     print(f"{killed} killed, {killed - failed} continued with the same bits, {failed} not")
