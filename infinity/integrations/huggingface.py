@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -104,17 +105,30 @@ class InfinityTrainer(transformers.Trainer):  # type: ignore[misc, unused-ignore
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write what `from_pretrained` reads; inside the Trainer's checkpoints, the engine's folder instead."""
-        if not _internal_call:
-            with gathered(self._held_model):
-                super().save_model(output_dir)
-            return
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
+        if not _internal_call:
+            self._save_weights(folder)
+            return
         self.engine.save(folder / _STATE, optimizer=self._own_optimizer())
         if hasattr(self._held_model, "config"):
             self._held_model.config.save_pretrained(str(folder))
         if self.processing_class is not None:
             self.processing_class.save_pretrained(str(folder))
+
+    def _save_weights(self, folder: Path) -> None:
+        if self.args.world_size > 1:  # several ranks gather together, one writes
+            with gathered(self._held_model):
+                super().save_model(str(folder))
+            return
+        with TemporaryDirectory(dir=folder) as beside:  # weights are streamed into a folder of their own
+            made = Path(beside) / "weights"
+            self.engine.export(made)
+            for file in made.iterdir():
+                os.replace(file, folder / file.name)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(str(folder))
+        torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.lr_scheduler is not None:  # the optimizer is in the engine's folder

@@ -130,7 +130,10 @@ def test_saved_models_are_read_by_transformers(tmp_path: Path) -> None:
         model, arguments(tmp_path / "ours", max_steps=1), infinity_config=config(tmp_path), train_dataset=data()
     ) as trainer:
         trainer.train()
+        gathers = trainer.engine.counters()["device/peak_bytes"]
         trainer.save_model(str(tmp_path / "model"))
+        trainer.save_model(str(tmp_path / "model"))  # again, over what is there
+        assert trainer.engine.counters()["device/peak_bytes"] == gathers  # streamed, not gathered
         trained = values(model)
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert all(torch.equal(trained[name], parameter) for name, parameter in loaded.named_parameters())
