@@ -1,6 +1,6 @@
 """The one place that touches torch interfaces without a stability promise, for torch >= 2.6."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from inspect import signature
@@ -15,72 +15,26 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils import checkpoint
 
 
-def fused_adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-) -> None:
-    """AdamW without amsgrad, in place, as `torch.optim.AdamW(fused=True)` calls it; `steps` are 0-dim fp32, from 1."""
-    torch._fused_adamw_(
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
-        [],
-        list(steps),
-        amsgrad=False,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=maximize,
-        grad_scale=None,
-        found_inf=None,
-    )
+def fused_adamw_(*operands: Sequence[Tensor], maximize: bool, **settings: float) -> None:
+    """AdamW without amsgrad, in place, as `torch.optim.AdamW(fused=True)` calls it.
+
+    Args:
+        operands: parameters, gradients, first and second moments, and the numbers of the update, 0-dim fp32 from 1.
+        settings: lr, beta1, beta2, eps, weight_decay.
+    """
+    _fused(torch._fused_adamw_, operands, {"maximize": maximize, **settings})
 
 
-def fused_adam_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
+def fused_adam_(*operands: Sequence[Tensor], maximize: bool, **settings: float) -> None:
+    """Adam without amsgrad, in place, as `torch.optim.Adam(fused=True)` calls it; arguments as of `fused_adamw_`."""
+    _fused(torch._fused_adam_, operands, {"maximize": maximize, **settings})
+
+
+def _fused(
+    kernel: Callable[..., None], operands: Sequence[Sequence[Tensor]], settings: Mapping[str, float]
 ) -> None:
-    """Adam without amsgrad, in place, as `torch.optim.Adam(fused=True)` calls it; `steps` are 0-dim fp32, from 1."""
-    torch._fused_adam_(
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
-        [],
-        list(steps),
-        amsgrad=False,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=maximize,
-        grad_scale=None,
-        found_inf=None,
-    )
+    *tensors, steps = map(list, operands)
+    kernel(*tensors, [], steps, amsgrad=False, grad_scale=None, found_inf=None, **settings)
 
 
 @contextmanager

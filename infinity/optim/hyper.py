@@ -174,7 +174,8 @@ def check_update(
             found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{name}: a contiguous 1-D {dtype} tensor on the CPU is needed, got {found}")
         if tensor.numel() != numel:
-            raise ValueError(f"{name} has {tensor.numel()} elements, {numel} belong to {param.numel()} parameters")
+            needed = "" if numel == param.numel() else f", which needs {numel}"
+            raise ValueError(f"{name} has {tensor.numel()} elements, param has {param.numel()}{needed}")
     end = 0
     for piece in pieces:
         if piece.start < end or piece.start > piece.stop or piece.stop > param.numel():

@@ -8,7 +8,7 @@ loop of `torch.optim.SGD(foreach=False, fused=False)`, which is what it does on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -124,25 +124,7 @@ def _decayed(param: Tensor, grad: Tensor, hyper: SgdHyper) -> Tensor:
     return signed.add(param, alpha=hyper.weight_decay) if hyper.weight_decay != 0 else signed
 
 
-class _FusedAdam(Protocol):
-    def __call__(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        exp_avgs: Sequence[Tensor],
-        exp_avg_sqs: Sequence[Tensor],
-        steps: Sequence[Tensor],
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        maximize: bool,
-    ) -> None: ...
-
-
-def _adam(fused: _FusedAdam, operands: Operands, hyper: AdamWHyper) -> None:
+def _adam(fused: Callable[..., None], operands: Operands, hyper: AdamWHyper) -> None:
     steps = {step: torch.tensor(float(step), dtype=torch.float32) for step in set(operands.steps)}
     exp_avgs, exp_avg_sqs = operands.moments
     fused(

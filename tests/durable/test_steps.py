@@ -45,7 +45,19 @@ def check_space(engine: infinity.Engine) -> None:
 @pytest.mark.parametrize("budget", [BUDGETS[0], pytest.param(BUDGETS[1], marks=pytest.mark.slow), BUDGETS[2]])
 @pytest.mark.parametrize(("precision", "schedule"), CASES)
 def test_a_continued_run_is_the_uninterrupted_one(tmp_path: Path, precision: str, schedule: str, budget: str) -> None:
-    settings = {"precision": precision, "schedule": schedule, "host": {"budget": budget}}
+    check_continued(tmp_path, {"precision": precision, "schedule": schedule, "host": {"budget": budget}})
+
+
+@pytest.mark.parametrize("budget", [BUDGETS[0], BUDGETS[2]])
+@pytest.mark.parametrize("form", ["bf16", "int8"])
+def test_a_continued_run_with_small_moments(tmp_path: Path, form: str, budget: str) -> None:
+    settings = {"precision": "bf16", "state_format": form, "schedule": "synchronous", "host": {"budget": budget}}
+    check_continued(tmp_path, settings)
+    with pytest.raises(infinity.CheckpointError, match=r"laid out with (fields|chunk_numel)"):
+        run_in(tmp_path, resume=True, precision="bf16", schedule="synchronous", host={"budget": "16MiB"})
+
+
+def check_continued(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = Run(lambda model: infinity.offload(model, small_config(tmp_path, **settings)))
     losses, expected = whole.train(0, 5), whole.summary()
     whole.engine.close()

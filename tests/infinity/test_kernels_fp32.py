@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from infinity.config import Precision
 from infinity.optim.clip import clip_coefficient, parameter_norm, total_norm
+from infinity.optim.forms import WholeMaster
 from infinity.optim.hyper import CUT_NUMEL, AdamWHyper, Kernel, Piece
 from infinity.optim.kernels import kernel_for
-from infinity.optim.kernels_fp32 import FusedAdamW
+from infinity.optim.rules import AdamWRule
 from infinity.torch_compat import cpu_has_fast_bf16, preserve_version_counter
 
 ODD_SIZES = (1, 37, 63, 64, 65, 513, 1_000_003)
@@ -162,14 +163,14 @@ def test_a_late_step_number_and_steps_that_differ_between_slots() -> None:
         optimizer.step()
         expected.append(parameter.detach())
     pieces = [Piece(start, start + 64, step, DECAY) for start, step in steps.items()]
-    FusedAdamW().update(param, grad, (exp_avg, exp_avg_sq), pieces, None)
+    WholeMaster(AdamWRule()).update(param, grad, (exp_avg, exp_avg_sq), pieces, None)
     assert same_bits(param, torch.cat(expected))
 
 
 def test_padding_and_gaps_are_left_alone() -> None:
     param, grad, exp_avg, exp_avg_sq = (torch.full((256,), 7.0) for _ in range(4))
     pieces = [Piece(0, 37, 1, DECAY), Piece(64, 64, 1, DECAY), Piece(128, 200, 1, DECAY)]
-    FusedAdamW().update(param, grad, (exp_avg, exp_avg_sq), pieces, torch.tensor(0.5))
+    WholeMaster(AdamWRule()).update(param, grad, (exp_avg, exp_avg_sq), pieces, torch.tensor(0.5))
     touched = torch.zeros(256, dtype=torch.bool)
     touched[0:37] = touched[128:200] = True
     for tensor in (param, grad, exp_avg, exp_avg_sq):
@@ -178,13 +179,13 @@ def test_padding_and_gaps_are_left_alone() -> None:
 
 def test_no_pieces_is_no_work() -> None:
     param = torch.ones(64)
-    FusedAdamW().update(param, torch.ones(64), (torch.ones(64), torch.ones(64)), [], None)
+    WholeMaster(AdamWRule()).update(param, torch.ones(64), (torch.ones(64), torch.ones(64)), [], None)
     assert torch.equal(param, torch.ones(64))
 
 
 def test_works_under_grad_mode_on_a_view_of_a_parameter() -> None:
     parameter = nn.Parameter(torch.ones(64))
-    FusedAdamW().update(
+    WholeMaster(AdamWRule()).update(
         parameter.detach(), torch.ones(64), (torch.zeros(64), torch.zeros(64)), [Piece(0, 64, 1, PLAIN)], None
     )
     assert not torch.equal(parameter.detach(), torch.ones(64))

@@ -278,7 +278,7 @@ def test_kernel_for_gives_the_format() -> None:
 def test_operands_of_the_wrong_length_are_refused() -> None:
     state = list(fresh(StateFormat.INT8, 128).values())
     state[-1] = state[-1][:1]
-    with pytest.raises(ValueError, match=r"exp_avg_sq_scale has 1 elements, 2 belong to 128 parameters"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq_scale has 1 elements, param has 128, which needs 2"):
         SplitMasterAdamW(None, StateFormat.INT8).update(
             torch.ones(128).bfloat16(), torch.ones(128), state, [Piece(0, 128, 1, HYPER)], None
         )
