@@ -149,6 +149,8 @@ def make_mistakes(folder: Path) -> dict[str, str]:
         said["zero_grad"] = _said(optimizer.step)
     with infinity.offload(build(Net), make_config(folder / "c", {})) as engine:  # goes on as if nothing had been
         said["again"] = str(engine.plan.parameters)
+        engine._runtime.model.extra = torch.nn.Linear(50, 50)
+        said["adopt"] = _said(engine.adopt)
     return said
 
 

@@ -65,6 +65,7 @@ def test_what_ranks_must_do_together_is_checked(tmp_path: Path) -> None:
         assert "rank 0 clips its gradients, rank 1 is in optimizer.step()" in said["clip"]
         assert "the gradients thrown away, differ between the ranks" in said["zero_grad"]
         assert int(said["again"]) > 0
+        assert "2 ranks share this model, and a changed model is adopted by one rank only" in said["adopt"]
 
 
 @pytest.mark.parametrize(
