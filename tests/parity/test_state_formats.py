@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import infinity
+from benchmarks.state_formats import compare
 from tests.conftest import MakeEngine
 from tests.parity.loops import (
     Loop,
@@ -163,3 +164,13 @@ def test_losses_stay_near_fp32(offload: MakeEngine, form: str) -> None:
     rounded, _ = train(offload, form, loop)
     assert any(not torch.equal(rounded.parameters[name], exact.parameters[name]) for name in exact.parameters)
     assert rounded.losses == pytest.approx(exact.losses, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_losses_of_300_steps_on_real_text_stay_within_a_percent_of_fp32() -> None:
+    found = compare(steps=300)
+    assert found["fp32"]["last_loss"] < 0.75 * found["fp32"]["first_loss"]
+    for form in FORMATS:
+        assert found[form]["losses"] != found["fp32"]["losses"]
+        assert found[form]["largest_difference"] < 0.01
