@@ -42,7 +42,8 @@ SIZES = {
     "110m": PeerShape(hidden=768, layers=12, heads=12),
     "396m": PeerShape(hidden=1280, layers=18, heads=20),
 }
-_TUNED = ("--block-size", "8388608", "--queue-depth", "32", "--threads", "4")
+# Without "--prefetch 0" DeepSpeed 0.19.8 assigns a swap buffer twice at these sizes, and ends with an AssertionError.
+_TUNED = ("--block-size", "8388608", "--queue-depth", "32", "--threads", "4", "--prefetch", "0")
 _LOW_MEMORY = {"MALLOC_CONF": "dirty_decay_ms:1000,muzzy_decay_ms:0"}
 
 
