@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.backends.base import Backend
-from storage.backends.cost import IoCost
+from storage.backends.wrapper import BackendWrapper
 from storage.types import IoRequest, Op, Ticket
 
 
@@ -30,28 +30,12 @@ class TransferSpan:
     end_s: float
 
 
-class TracingBackend:
+class TracingBackend(BackendWrapper):
     """Passes everything on to `inner`, and calls `on_transfer` in the completing thread. Closes `inner`."""
 
     def __init__(self, inner: Backend, on_transfer: Callable[[TransferSpan], None]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._on_transfer = on_transfer
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def progress(self) -> int:
-        return self._inner.progress
-
-    @property
-    def opens_direct(self) -> bool:
-        return self._inner.opens_direct
-
-    @property
-    def cost(self) -> IoCost:
-        return self._inner.cost
 
     def submit(self, request: IoRequest) -> None:
         start_s = time.perf_counter()
@@ -66,12 +50,3 @@ class TracingBackend:
 
         request.ticket.add_done_callback(ended)
         self._inner.submit(request)
-
-    def promote(self, key: str) -> None:
-        self._inner.promote(key)
-
-    def in_flight(self) -> list[IoRequest]:
-        return self._inner.in_flight()
-
-    def close(self) -> None:
-        self._inner.close()
