@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import StorageError
 from storage.types import IoRequest, Op
 from storage.versioned import VersionedStore
+from tests.drives import wrap_drives
 from tests.durable.test_steps import check_space, note, run_in
 from tests.resume import Run
 
@@ -33,12 +33,7 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBacken
         made.append(FaultyBackend(backend))
         return made[-1]
 
-    really_open = VersionedStore.open
-
-    def open_faulty(*args: Any, **settings: Any) -> VersionedStore:
-        return really_open(*args, **{**settings, "wrap_backend": wrap})
-
-    monkeypatch.setattr(VersionedStore, "open", open_faulty)
+    wrap_drives(monkeypatch, wrap, VersionedStore)
     yield lambda: made[-1]
 
 

@@ -6,7 +6,6 @@ import contextlib
 import resource
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ import infinity
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import IoError, IoTimeoutError, ReadError, StorageError, SwapFullError, WriteError
-from storage.store import ShardStore
 from storage.types import IoRequest, Op
 from tests.conftest import MakeEngine, small_config
+from tests.drives import wrap_drives
 from tests.leaks import swap_folders
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import gathered_parameters
@@ -38,7 +37,7 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBacken
         made.append(FaultyBackend(backend))
         return made[-1]
 
-    monkeypatch.setattr(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap))
+    wrap_drives(monkeypatch, wrap)
     yield lambda: made[-1]
 
 
@@ -134,9 +133,7 @@ def test_read_error_in_backward(offload: MakeEngine, drive: Callable[[], FaultyB
 
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
-def test_error_in_an_update(
-    offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, op: Op
-) -> None:
+def test_error_in_an_update(offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, op: Op) -> None:
     """A lost update leaves parameters of two steps: it is raised as itself once, and as that from then on."""
     model, engine, optimizer = _make(offload, schedule)
     train(model, optimizer, 0)
@@ -186,9 +183,7 @@ def test_error_of_a_spilled_gradient(offload: MakeEngine, drive: Callable[[], Fa
 
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_stuck_read(
-    offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, where: str
-) -> None:
+def test_stuck_read(offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, where: str) -> None:
     """No wait is for ever: the error tells what is stuck, and the engine can be closed."""
     model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.6})
     train(model, optimizer, 0)
@@ -298,7 +293,7 @@ def test_write_error_while_initialising(tmp_path: Path, monkeypatch: pytest.Monk
         faulty.inject(Fault.NO_SPACE, op=Op.WRITE, when=_is("blocks.2"))
         return faulty
 
-    monkeypatch.setattr(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap))
+    wrap_drives(monkeypatch, wrap)
     with pytest.raises(SwapFullError, match=r"blocks\.2"):
         infinity.offload(build(Net), small_config(tmp_path, host=TIGHT, schedule="synchronous"))
     assert not swap_folders(tmp_path)

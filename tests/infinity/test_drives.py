@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,9 @@ import infinity
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.health import DriveState
-from storage.store import ShardStore
 from storage.types import Op
 from tests.conftest import MakeEngine
+from tests.drives import wrap_drives
 from tests.mechanics.test_iterations import train
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Net, build
@@ -49,8 +47,7 @@ def test_a_drive_that_takes_nothing_more_does_not_end_the_run(
         drives.append(FaultyBackend(backend))
         return drives[-1]
 
-    opened: Callable[..., ShardStore] = partial(ShardStore.open, wrap_backend=wrap)
-    monkeypatch.setattr(ShardStore, "open", opened)
+    wrap_drives(monkeypatch, wrap)
     model = build(Net)
     paths = [tmp_path / "a", tmp_path / "b"]
     engine = offload(model, schedule=schedule, host={"budget": "440KiB"}, nvme={"paths": paths})

@@ -15,9 +15,9 @@ import infinity
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import IoError
-from storage.store import ShardStore
 from storage.types import IoRequest, Op
 from tests.conftest import MakeEngine
+from tests.drives import wrap_drives
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import Loop, assert_parity, gathered_parameters, train_plain
 from tests.zoo import Net, Skipping, batch, build, loss_of
@@ -86,9 +86,7 @@ def test_what_step_leaves_the_forward_finds(offload: MakeEngine, precision: str)
 @pytest.mark.parametrize("host", [HELD, SPILLED], ids=["held", "spilled"])
 @pytest.mark.parametrize("clipped", ["never", "sometimes", "always"])
 @pytest.mark.parametrize("in_optimizer", [True, False], ids=["max_grad_norm", "clip_grad_norm_"])
-def test_clipping_and_accumulation(
-    offload: MakeEngine, host: dict[str, Any], clipped: str, in_optimizer: bool
-) -> None:
+def test_clipping_and_accumulation(offload: MakeEngine, host: dict[str, Any], clipped: str, in_optimizer: bool) -> None:
     free = train_plain(Loop(Net, max_norm=1e9, accumulate=(1, 2)))
     norms = sorted(float(norm) for norm in free.norms)
     max_norm = {"never": 1e9, "sometimes": norms[1] * 1.001, "always": norms[0] / 10}[clipped]
@@ -265,7 +263,7 @@ def test_a_lost_update_is_told_where_it_is_needed(
     def of_the_last(request: IoRequest) -> bool:
         return "head" in request.key and "/state" in request.key
 
-    monkeypatch.setattr(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap))
+    wrap_drives(monkeypatch, wrap)
     model = build(Net)
     engine = offload(model, schedule="deferred", host=SPILLED)
     optimizer = _adamw(model)
