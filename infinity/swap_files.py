@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,7 +66,7 @@ def traced(trace: Trace, log: IoLog | None) -> WrapBackend:
     """Backends that note every transfer in the trace, and in the log if there is one."""
 
     def note(span: TransferSpan) -> None:
-        trace.add(span.key, span.op.value, span.start_s, span.end_s - span.start_s, str(span.directory))
+        trace.add(span.key, span.op.value, span.start_s, span.end_s - span.start_s, sys.intern(str(span.directory)))
 
     def wrap(backend: Backend) -> Backend:
         return TracingBackend(backend if log is None else log.wrap(backend), note)

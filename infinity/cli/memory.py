@@ -6,6 +6,7 @@
     activation_bytes      `activation_nbytes`, a formula
     device_budget_bytes   parameters and gradients present for compute; 0 where they lie in a GPU's own memory
     host_budget_bytes     everything else of the state that is in memory
+    trace_bytes           the events that the run keeps of itself
 Their sum is `bound_bytes`; `peak_rss_bytes` stays below it.
 
 [Note: large blocks]

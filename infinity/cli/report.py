@@ -32,11 +32,12 @@ class Measured:
     traffic: Traffic
     io_engine: str
     drives: list[DriveReport]
+    trace_nbytes: int
 
     @classmethod
     def of(cls, engine: Engine) -> Measured:
         """Waits until everything under way has landed."""
-        return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine, engine.drives)
+        return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine, engine.drives, engine.trace.nbytes)
 
 
 def make_report(
@@ -59,7 +60,7 @@ def make_report(
         "nvme": settings.config.nvme.budget or plan.placement.nvme_nbytes,
     }
     peaks = {tier: int(counters[f"{tier}/peak_bytes"]) for tier in ("device", "host")}
-    memory = _memory(settings, budgets, interpreter_nbytes)
+    memory = _memory(settings, budgets, interpreter_nbytes, measured.trace_nbytes)
     return {
         "config": {
             "preset": settings.options.preset,
@@ -128,13 +129,16 @@ def add_baseline(report: dict[str, Any], comparison: Comparison, first_step: int
     }
 
 
-def _memory(settings: RunSettings, budgets: dict[str, int], interpreter_nbytes: int) -> dict[str, int]:
+def _memory(
+    settings: RunSettings, budgets: dict[str, int], interpreter_nbytes: int, trace_nbytes: int
+) -> dict[str, int]:
     on_gpu = settings.training.uses_cuda
     terms = {
         "interpreter_bytes": interpreter_nbytes,
         "activation_bytes": 0 if on_gpu else activation_nbytes(settings.training),
         "device_budget_bytes": 0 if on_gpu else budgets["device"],
         "host_budget_bytes": budgets["host"],
+        "trace_bytes": trace_nbytes,
     }
     return terms | {"bound_bytes": sum(terms.values()), "peak_rss_bytes": peak_rss_bytes()}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,37 +37,45 @@ _ARROWS = (("read", "gather"), ("read", "optimizer"), ("optimizer", "write"))
 
 
 def write_chrome(events: Sequence[TraceEvent], path: Path) -> None:
-    """Write a file for chrome://tracing or https://ui.perfetto.dev."""
-    path.write_text(json.dumps({"traceEvents": chrome_rows(events), "displayTimeUnit": "ms"}))
+    """Write a file for chrome://tracing or https://ui.perfetto.dev, row by row: all of them would be megabytes."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"traceEvents": [')
+        for number, row in enumerate(chrome_rows(events)):
+            file.write((",\n" if number else "\n") + json.dumps(row))
+        file.write('\n], "displayTimeUnit": "ms"}\n')
 
 
-def chrome_rows(events: Sequence[TraceEvent]) -> list[dict[str, Any]]:
+def chrome_rows(events: Sequence[TraceEvent]) -> Iterator[dict[str, Any]]:
     """The rows of the format; times in microseconds since the first event."""
     origin_s = min((event.start_s for event in events), default=0.0)
     places = _places(events)
     processes = {name: number for number, name in enumerate(dict.fromkeys(place for place, _ in places), start=1)}
     tracks = {place: number for number, place in enumerate(dict.fromkeys(places), start=1)}
-    rows: list[dict[str, Any]] = [
-        {"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": {"name": name}}
-        for name, number in processes.items()
-    ]
-    rows += [
-        {"name": "thread_name", "ph": "M", "pid": processes[place], "tid": number, "args": {"name": track}}
-        for (place, track), number in tracks.items()
-    ]
-    spans = [
-        {
+
+    def place_of(number: int) -> dict[str, int]:
+        place = places[number]
+        return {"pid": processes[place[0]], "tid": tracks[place]}
+
+    for name, process in processes.items():
+        yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
+    for (place, track), number in tracks.items():
+        yield {"name": "thread_name", "ph": "M", "pid": processes[place], "tid": number, "args": {"name": track}}
+    for number, event in enumerate(events):
+        yield {
             "name": event.name,
             "cat": event.category,
             "ph": "X",
-            "pid": processes[place[0]],
-            "tid": tracks[place],
+            **place_of(number),
             "ts": (event.start_s - origin_s) * 1e6,
             "dur": event.duration_s * 1e6,
         }
-        for event, place in zip(events, places, strict=True)
-    ]
-    return rows + spans + _arrows(events, spans)
+    for flow, (kind, before, after) in enumerate(_arrows(events), start=1):
+        arrow = {"name": kind, "cat": "shard", "id": flow}
+        leaving, entering = events[before], events[after]
+        # A flow binds to the slice that contains its moment, so it leaves a little before the end.
+        left_s = leaving.start_s + leaving.duration_s * 0.999 - origin_s
+        yield arrow | place_of(before) | {"ts": left_s * 1e6, "ph": "s"}
+        yield arrow | place_of(after) | {"ts": (entering.start_s - origin_s) * 1e6, "ph": "f", "bp": "e"}
 
 
 def _places(events: Sequence[TraceEvent]) -> list[tuple[str, str]]:
@@ -97,24 +105,14 @@ def _lanes(events: Sequence[TraceEvent]) -> list[int]:
     return lanes
 
 
-def _arrows(events: Sequence[TraceEvent], spans: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Flows between the spans of a shard; see [Note: arrows]."""
+def _arrows(events: Sequence[TraceEvent]) -> Iterator[tuple[str, int, int]]:
+    """What flows from which event to which; see [Note: arrows]."""
     by_category: dict[str, list[int]] = defaultdict(list)
     for number, event in enumerate(events):
         by_category[event.category].append(number)
-    rows: list[dict[str, Any]] = []
     for source, target in _ARROWS:
         for before, after in _pairs(events, by_category[source], by_category[target]):
-            flow = {"name": f"{source} → {target}", "cat": "shard", "id": len(rows) // 2 + 1}
-            leaving, entering = spans[before], spans[after]
-            rows.append(flow | _end_of(leaving) | {"ph": "s"})
-            rows.append(flow | {key: entering[key] for key in ("pid", "tid", "ts")} | {"ph": "f", "bp": "e"})
-    return rows
-
-
-def _end_of(span: dict[str, Any]) -> dict[str, Any]:
-    """Inside the span: a flow binds to the slice that contains its moment."""
-    return {"pid": span["pid"], "tid": span["tid"], "ts": span["ts"] + span["dur"] * 0.999}
+            yield f"{source} → {target}", before, after
 
 
 def _pairs(events: Sequence[TraceEvent], sources: Iterable[int], targets: Iterable[int]) -> Iterable[tuple[int, int]]:

@@ -14,7 +14,8 @@ from torch.profiler import record_function
 
 from infinity.observe.chrome import write_chrome
 
-_CAPACITY = 200_000
+_CAPACITY = 50_000
+_EVENT_NBYTES = 160  # a tuple and two numbers; names and tracks are shared
 
 
 class TraceEvent(NamedTuple):
@@ -56,6 +57,11 @@ class Trace:
 
     def events(self) -> list[TraceEvent]:
         return list(self._events)
+
+    @property
+    def nbytes(self) -> int:
+        """About what the events hold; outside every budget."""
+        return len(self._events) * _EVENT_NBYTES
 
     def write_chrome(self, path: Path) -> None:
         """Write the events in Chrome's trace format (chrome://tracing, Perfetto)."""

@@ -262,6 +262,8 @@ class UpdatePipeline:
 
     def fail(self, update: GroupUpdate, error: BaseException) -> None:
         """End an update that cannot go on, or cannot start; its state is lost."""
+        if isinstance(error, asyncio.CancelledError):  # the loop ends it in the middle
+            error = ClosedError(f"the update of {update.state.group.key} was cancelled because its engine closed")
         if update.copy.state in (CopyState.UPDATING, CopyState.WRITING):
             update.copy.fail()
         update.copy.lost_update = error

@@ -18,7 +18,7 @@ KEYS = {
     "memory", "budgets", "peaks", "traffic", "expected_traffic", "stalls", "readahead", "io_engine", "drives",
     "prediction", "baseline",
 }  # fmt: skip
-MEMORY_TERMS = {"interpreter_bytes", "activation_bytes", "device_budget_bytes", "host_budget_bytes"}
+MEMORY_TERMS = {"interpreter_bytes", "activation_bytes", "device_budget_bytes", "host_budget_bytes", "trace_bytes"}
 STEPS = ("--steps", "3")
 
 

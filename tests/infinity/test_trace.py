@@ -49,9 +49,9 @@ def test_the_newest_events_are_kept(capacity: int, n: int) -> None:
 
 def test_the_ring_is_bounded_from_the_start() -> None:
     trace = Trace()
-    for number in range(200_005):
+    for number in range(50_005):
         trace.add("x", "test", float(number), 0.0)
-    assert len(trace.events()) == 200_000
+    assert len(trace.events()) == 50_000
     assert trace.events()[0].start_s == 5.0
 
 
@@ -91,7 +91,7 @@ def overlaps(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
 def test_transfers_that_overlap_get_lanes_of_their_own(times: list[tuple[int, int]]) -> None:
     events = [TraceEvent(str(n), "read", float(start), float(long), "/nvme0") for n, (start, long) in enumerate(times)]
-    rows = chrome_rows(events)
+    rows = list(chrome_rows(events))
     assert overlaps(rows) == []
     most_at_a_time = max((sum(s <= at < s + d for s, d in times) for at, _ in times), default=0)
     lanes = {row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
@@ -99,14 +99,13 @@ def test_transfers_that_overlap_get_lanes_of_their_own(times: list[tuple[int, in
 
 
 def test_arrows_follow_a_shard_from_read_to_write() -> None:
-    rows = chrome_rows(
-        [
-            TraceEvent("a", "read", 0.0, 1.0, "/nvme0"),
-            TraceEvent("b", "read", 0.0, 9.0, "/nvme0"),  # of another shard
-            TraceEvent("a", "optimizer", 2.0, 1.0, "worker"),
-            TraceEvent("a", "write", 3.5, 1.0, "/nvme0"),
-        ]
-    )
+    events = [
+        TraceEvent("a", "read", 0.0, 1.0, "/nvme0"),
+        TraceEvent("b", "read", 0.0, 9.0, "/nvme0"),  # of another shard
+        TraceEvent("a", "optimizer", 2.0, 1.0, "worker"),
+        TraceEvent("a", "write", 3.5, 1.0, "/nvme0"),
+    ]
+    rows = list(chrome_rows(events))
     flows = [row for row in rows if row["ph"] in "sf"]
     assert [(row["name"], row["ph"]) for row in flows] == [
         ("read → optimizer", "s"),

@@ -28,7 +28,7 @@ def _train(arguments: list[str], limit_nbytes: int, tmp_path: Path, *, timeout_s
 def _check_terms(report: dict[str, object], limit_nbytes: int) -> None:
     memory = report["memory"]
     assert isinstance(memory, dict)
-    terms = ("interpreter_bytes", "activation_bytes", "device_budget_bytes", "host_budget_bytes")
+    terms = ("interpreter_bytes", "activation_bytes", "device_budget_bytes", "host_budget_bytes", "trace_bytes")
     assert memory["bound_bytes"] == sum(memory[term] for term in terms)
     assert memory["peak_rss_bytes"] <= memory["bound_bytes"]
     assert report["peak_rss_bytes"] <= limit_nbytes
