@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ _KNOWN = frozenset(
 )
 
 
-class _Layout:
+class _Layout(ABC):
     """What the stages have in common.
 
     Args:
@@ -157,8 +158,9 @@ class _Layout:
         self._moments = [self._moments_of(shard) for shard in shards]
         self.step = max((self._step(number) for number in range(len(self._masters[0]))), default=0)
 
+    @abstractmethod
     def _base(self, shard: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
+        """What a rank's file holds of the optimizer itself."""
 
     def _moments_of(self, shard: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The state of every flat tensor, in order."""
