@@ -3,11 +3,11 @@
     python benchmarks/fio_compare.py DIRECTORY [--rounds 9] [--seconds 1.5] [--json FILE]
 
 The same file, block size (1 MiB), queue depth (8) and length on both sides, taking turns; medians over rounds. Our
-transfers go through `storage.backends.direct` as in training, whose memory lies in huge pages. At its best fio has the
-fastest of its I/O engines for each mix, and its buffers in huge pages too; this is what is judged. As it comes it has
-neither, and then a drive whose requests have few segments gets two for each block. On a machine that is busy with other
-work several threads get more of its processors than fio's one: `load` in the result says how busy it was, so repeat
-this on one that is not.
+transfers go through the engine that training takes after `infinity bench calibrate`, from memory in huge pages. At its
+best fio has the fastest of its I/O engines for each mix, and its buffers in huge pages too; this is what is judged. As
+it comes it has neither, and then a drive whose requests have few segments gets two for each block. On a machine that is
+busy with other work several threads get more of its processors than fio's one: `load` in the result says how busy it
+was, so repeat this on one that is not.
 """
 
 from __future__ import annotations

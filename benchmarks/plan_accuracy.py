@@ -17,10 +17,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -33,26 +31,11 @@ from infinity.plan.observed import Calibration, RunObserver, scenario_of_run, wi
 from infinity.plan.simulate import simulate
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
-from storage.store import ShardStore
 
 SHAPES = (GptShape(8, 160, 4, 64), GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64))
 SCHEDULES = ("synchronous", "overlapped", "deferred")
 RATES = ((60e6, 40e6), (200e6, 130e6))  # throttles: read and write, bytes/s of one drive
 _DEVICE_BUDGET, _HOST_SHARE = "32MiB", 0.35  # of the state in host memory
-
-
-@contextmanager
-def throttled(throttle: Throttle | None) -> Iterator[None]:
-    """Stores that are opened inside have drives of this speed."""
-    if throttle is None:
-        yield
-        return
-
-    def wrap(backend: Backend) -> Backend:
-        return ThrottledBackend(backend, throttle)
-
-    with mock.patch.object(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap)):
-        yield
 
 
 @contextmanager
@@ -66,7 +49,11 @@ def opened(shape: GptShape, schedule: str, folders: list[Path], throttle: Thrott
         host={"budget": int(shape.parameters * 12 * _HOST_SHARE) + (12 << 20)},
         nvme={"paths": folders},
     )
-    with throttled(throttle), infinity.offload(model, config, init_fn=init_weights) as engine:
+
+    def wrap(backend: Backend) -> Backend:
+        return backend if throttle is None else ThrottledBackend(backend, throttle)
+
+    with infinity.offload(model, config, init_fn=init_weights, wrap_backend=wrap) as engine:
         yield engine
 
 

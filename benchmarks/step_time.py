@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -36,7 +35,6 @@ from infinity.bench.machine import describe_machine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
-from storage.store import ShardStore
 
 _STEPS = 6
 
@@ -148,10 +146,7 @@ def drives(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             schedule="overlapped",
         )
         times = []
-        with (
-            mock.patch.object(ShardStore, "open", partial(ShardStore.open, wrap_backend=wrap)),
-            infinity.offload(model, config, init_fn=init_weights) as engine,
-        ):
+        with infinity.offload(model, config, init_fn=init_weights, wrap_backend=wrap) as engine:
             optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
             ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
             for _ in range(_STEPS):
@@ -161,8 +156,9 @@ def drives(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 optimizer.zero_grad()
                 times.append(time.perf_counter() - started_s)
             traffic = engine.traffic.per_step[-1]
-        moved = traffic["nvme_read_bytes"] / throttle.read_nbytes_per_s, (
-            traffic["nvme_write_bytes"] / throttle.write_nbytes_per_s
+        moved = (
+            traffic["nvme_read_bytes"] / throttle.read_nbytes_per_s,
+            (traffic["nvme_write_bytes"] / throttle.write_nbytes_per_s),
         )
         step_s = steady_s(times)
         return {"step_s": step_s, "bound_s": max(moved) / count, "step_over_bound": step_s / (max(moved) / count)}

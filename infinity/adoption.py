@@ -57,7 +57,7 @@ def adopt_changes(runtime: Runtime, updates: Updates, iteration: Iteration, acce
         optimizer=runtime.optimizer,
     )
     with ExitStack() as stack:
-        blueprint = draw_up(runtime.model, config, access, stack, kept=kept)
+        blueprint = draw_up(runtime.model, config, access, stack, kept=kept, wrap_backend=runtime.wrap_backend)
         origins = _origins(blueprint.groups, kept)
         with Carry(_folder(runtime), _loads(runtime, blueprint.groups, origins)) as carry:
             _refuse_little_space(runtime, blueprint)

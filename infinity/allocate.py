@@ -45,6 +45,7 @@ from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
 from infinity.swap_files import open_log, speeds_to_start_with, storage_options, traced
 from storage.budget import TierBudget
+from storage.drives import WrapBackend
 from storage.errors import SwapFullError
 from storage.pool import HostPool
 from storage.store import ShardStore
@@ -67,6 +68,7 @@ class Blueprint:
     device: Device
     collectives: Collectives | None = None  # with several ranks
     nvme_budget_nbytes: int | None = None  # this process's part of it
+    wrap_backend: WrapBackend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         saver=saver,
         activations=_activations(plan, made, stalls),
         lockstep=lockstep,
+        wrap_backend=plan.wrap_backend,
     )
 
 
@@ -342,7 +345,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], trace: Trace, st
         return None
     rank = _rank_of(plan)
     paths = stack.enter_context(swap_directories(nvme.paths, rank=rank))
-    wrap = traced(trace, open_log(nvme, rank, stack))
+    wrap = traced(trace, open_log(nvme, rank, stack), plan.wrap_backend)
     write_memory_nbytes = placement.pipeline_nbytes // len(paths)
     options = storage_options(nvme, write_memory_nbytes=write_memory_nbytes, files_nbytes=plan.nvme_budget_nbytes)
     speeds = speeds_to_start_with(nvme, paths)

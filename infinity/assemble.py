@@ -33,6 +33,7 @@ from infinity.ranks import Ranks
 from infinity.released import Access
 from infinity.runtime import Runtime
 from infinity.units import Kept, partition
+from storage.drives import WrapBackend
 
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
 _HOST_SHARE = 2
@@ -46,6 +47,7 @@ def assemble(
     ranks: Ranks | None = None,
     run: StoredRun | None = None,
     values: FirstValues | None = None,
+    wrap_backend: WrapBackend | None = None,
 ) -> Runtime:
     """Plan, then allocate. A plan that cannot work is refused before the model is touched or a file is made.
 
@@ -53,13 +55,15 @@ def assemble(
         ranks: who shares the shards; None with one rank.
         run: what is continued; its chunks stay as they are.
         values: where the first values come from.
+        wrap_backend: see `offload`.
 
     Raises:
         ConfigError, PlacementError, UnsupportedModelError: before anything was changed.
         SwapFullError and other storage errors: nothing is left behind.
     """
     with ExitStack() as stack:
-        runtime = allocate(draw_up(model, config, access, stack, ranks, run, values), stack)
+        blueprint = draw_up(model, config, access, stack, ranks, run, values, wrap_backend=wrap_backend)
+        runtime = allocate(blueprint, stack)
         runtime.closing = stack.pop_all()
     return runtime
 
@@ -73,6 +77,7 @@ def draw_up(
     run: StoredRun | None = None,
     values: FirstValues | None = None,
     kept: Mapping[int, Kept] | None = None,
+    wrap_backend: WrapBackend | None = None,
 ) -> Blueprint:
     """The plan alone; what it has opened is left on `stack`. Arguments and errors are those of `assemble`.
 
@@ -104,7 +109,7 @@ def draw_up(
     is_chosen = request.schedule is not Schedule.AUTO
     placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
     parts = (model, config, access, placement, request, units, groups, kernel, threads, device, collectives)
-    return Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes)
+    return Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes, wrap_backend=wrap_backend)
 
 
 def _refuse_with_ranks(config: Config, ranks: Ranks | None) -> None:

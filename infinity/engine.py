@@ -39,6 +39,7 @@ from infinity.runtime import Runtime
 from infinity.tensor_parallel import TensorParallel, local_part
 from infinity.updates import OptimizerView, Updates
 from infinity.weights.match import LoadedWeights
+from storage.drives import WrapBackend
 from storage.space import DriveReport
 
 _log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Engine(StatefulEngine):
         on_progress: Callable[[str], None] | None = None,
         ranks: Ranks | None = None,
         resume: bool = False,
+        wrap_backend: WrapBackend | None = None,
     ) -> None:
         run = find_run(config, resume=resume) if ranks is None else find_run_of_ranks(config, ranks, resume=resume)
         self.loaded_weights: LoadedWeights | None = None
@@ -71,7 +73,7 @@ class Engine(StatefulEngine):
         with ExitStack() as undo:
             self._tensor_parallel.localise()
             undo.callback(self._tensor_parallel.restore)
-            self._runtime: Runtime = assemble(model, config, self, ranks, run, values)
+            self._runtime: Runtime = assemble(model, config, self, ranks, run, values, wrap_backend)
             undo.callback(self.close)
             self._start(values or FirstValues(), on_progress, run)
             undo.pop_all()

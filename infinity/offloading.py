@@ -18,6 +18,7 @@ from infinity.materialise import FirstValues
 from infinity.ranks import discover
 from infinity.weights.match import Match, match_weights
 from infinity.weights.source import open_weights
+from storage.drives import WrapBackend
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +38,7 @@ def offload(
     process_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     resume: bool = False,
+    wrap_backend: WrapBackend | None = None,
 ) -> Engine:
     """Offload a model: its parameters, gradients and optimizer state move into the tiers, its forward stays as it is.
 
@@ -59,6 +61,9 @@ def offload(
         mesh: share over its dimension; of two, replicate over the first and share over the second (hybrid sharding).
         resume: with `durability="step"`, continue the run whose state lies in `nvme.paths`; see `Engine.restore`. The
             values of the model are not used.
+        wrap_backend: called with the backend of every drive, gives what the engine uses instead; such as
+            `lambda backend: ThrottledBackend(backend, Throttle(200e6, 50e6))` to see a run on a slower drive, or a
+            `FaultyBackend` in a test. See `storage.backends`.
 
     Raises:
         RankError: the ranks hold different models, or one of them failed.
@@ -81,7 +86,15 @@ def offload(
             match = match_weights(model, stack.enter_context(open_weights(weights)), strict=strict)
             _tell(match)
         values = FirstValues(init_fn, match)
-        return Engine(model, config, values=values, on_progress=on_progress, ranks=sharing, resume=resume)
+        return Engine(
+            model,
+            config,
+            values=values,
+            on_progress=on_progress,
+            ranks=sharing,
+            resume=resume,
+            wrap_backend=wrap_backend,
+        )
 
 
 def _tell(match: Match) -> None:

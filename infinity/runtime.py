@@ -34,6 +34,7 @@ from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
 from infinity.tensor_parallel import TensorParallel
 from storage.budget import TierBudget
+from storage.drives import WrapBackend
 from storage.errors import ClosedError
 from storage.pool import HostPool
 from storage.store import ShardStore
@@ -84,6 +85,7 @@ class Runtime:
     activations: Activations
     lockstep: Lockstep | None = None  # with several ranks
     tensor_parallel: TensorParallel | None = None  # with DTensor parameters
+    wrap_backend: WrapBackend | None = None  # the user's, for stores that are opened later
     closing: ExitStack = field(default_factory=ExitStack)
     step: int = 0
     hooks: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)

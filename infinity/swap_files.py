@@ -62,13 +62,18 @@ def open_log(nvme: NvmeConfig, rank: int | None, stack: ExitStack) -> IoLog | No
     return log
 
 
-def traced(trace: Trace, log: IoLog | None) -> WrapBackend:
-    """Backends that note every transfer in the trace, and in the log if there is one."""
+def traced(trace: Trace, log: IoLog | None, inner: WrapBackend | None = None) -> WrapBackend:
+    """Backends that note every transfer in the trace, and in the log if there is one.
+
+    Args:
+        inner: put between them and the drive; the user's.
+    """
 
     def note(span: TransferSpan) -> None:
         trace.add(span.key, span.op.value, span.start_s, span.end_s - span.start_s, sys.intern(str(span.directory)))
 
     def wrap(backend: Backend) -> Backend:
-        return TracingBackend(backend if log is None else log.wrap(backend), note)
+        used = backend if inner is None else inner(backend)
+        return TracingBackend(used if log is None else log.wrap(used), note)
 
     return wrap

@@ -1,8 +1,9 @@
-"""A short measurement of a drive: which block size and how many threads it takes to be as fast as it can be.
+"""A short measurement of a drive: which block size, how many threads and which engine make it as fast as it can be.
 
 A file of a modest size is written in the directory, a few settings move blocks of it with O_DIRECT, reads and writes
-mixed as in training, and the cheapest setting that is about as fast as the fastest is chosen. It takes a second or two
-on a fast drive, writes at most `MOST_WRITTEN_NBYTES`, leaves room on the disk, and its file is gone afterwards.
+mixed and hashed as in training, and the cheapest setting that is about as fast as the fastest is chosen. Then the
+kernel's asynchronous transfers take turns with the threads. It takes a second or two on a fast drive, writes at most
+`MOST_WRITTEN_NBYTES`, leaves room on the disk, and its file is gone afterwards.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
+from storage.backends.kernel_aio import why_not
 from storage.backends.probe import Engine, choose_engine, make_backend
 from storage.devices import identify_device
 from storage.errors import IoTimeoutError, StorageError, SwapFullError
@@ -24,7 +28,7 @@ from storage.pool import HostPool
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 from storage.types import IoRequest, Op, Priority, Ticket
 
-PROCEDURE = 1  # raised when the measurement changes, so that older results are not compared with newer ones
+PROCEDURE = 2  # raised when the measurement changes, so that older results are not compared with newer ones
 
 _MIB = 1 << 20
 _FILE_NBYTES = 256 * _MIB
@@ -38,9 +42,10 @@ _MOST_S = 4.0  # a slow drive is not asked about every setting
 _ROUNDS = 2
 _GOOD_ENOUGH = 0.95  # of the fastest: what more brings beyond that is noise, and costs memory and latency
 _TIMEOUT_S = 60.0
+_ENGINES = (Engine.DIRECT, Engine.AIO)
 _SETTINGS = ((_MIB, 4), (_MIB, 8), (_MIB, 16), (4 * _MIB, 2), (4 * _MIB, 4), (4 * _MIB, 8))
 
-MOST_WRITTEN_NBYTES = _FILE_NBYTES + _TRIAL_NBYTES + _ROUNDS * len(_SETTINGS) * _TRIAL_NBYTES // 2
+MOST_WRITTEN_NBYTES = _FILE_NBYTES + _TRIAL_NBYTES + _ROUNDS * (len(_SETTINGS) + len(_ENGINES)) * _TRIAL_NBYTES // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +66,27 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTrial:
+    """What moved the bytes, how fast, and the CPU time of this process for a GB of them."""
+
+    engine: Engine
+    nbytes_per_s: float
+    cpu_s_per_gb: float
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """What was measured of a drive, and what follows.
 
     Attributes:
         device: see `identify_device`.
-        engine: what moved the bytes.
+        engine: what moved the bytes of the settings.
         block_nbytes, threads: the setting to use.
         read_nbytes_per_s, write_nbytes_per_s: with it, reading only and writing only.
         reason: the same for people, and what was not chosen.
         measured_s: when, in seconds since 1970.
         procedure: version of the measurement.
+        best_engine: what "auto" takes on this drive.
     """
 
     device: str
@@ -83,6 +98,7 @@ class Calibration:
     reason: str
     measured_s: float
     procedure: int = PROCEDURE
+    best_engine: str = Engine.DIRECT.value
 
 
 def calibrate(directory: Path) -> Calibration:
@@ -145,6 +161,8 @@ class _Drive:
         chosen = choose(trials)
         read = self._rate(chosen.block_nbytes, chosen.threads, (Op.READ,))
         write = self._rate(chosen.block_nbytes, chosen.threads, (Op.WRITE,))
+        engines = self._try_engines(chosen)
+        best = choose_by_cost(engines)
         return Calibration(
             device,
             Engine.DIRECT.value,
@@ -152,8 +170,9 @@ class _Drive:
             chosen.threads,
             read,
             write,
-            explain(chosen, trials, read, write),
+            f"{explain(chosen, trials, read, write)}; {explain_engine(best, engines)}",
             time.time(),
+            best_engine=best.engine.value,
         )
 
     def _try_settings(self) -> list[Trial]:
@@ -167,15 +186,41 @@ class _Drive:
                 best[setting] = max(best.get(setting, 0.0), self._rate(*setting, (Op.READ, Op.WRITE)))
         return [Trial(block, threads, rate) for (block, threads), rate in best.items()]
 
+    def _try_engines(self, setting: Trial) -> list[EngineTrial]:
+        """The engines that the kernel serves, in turns, as many bytes in flight: the better of the rounds of each."""
+        engines = _ENGINES if why_not() is None else (Engine.DIRECT,)
+        rounds: dict[Engine, list[EngineTrial]] = {}
+        for _ in range(_ROUNDS):
+            for engine in engines:
+                cpu_s = time.process_time()
+                elapsed_s, nbytes = self._run(
+                    setting.block_nbytes,
+                    setting.threads,
+                    (Op.READ, Op.WRITE),
+                    seconds=_TRIAL_S,
+                    most_nbytes=_TRIAL_NBYTES,
+                    engine=engine,
+                )
+                cost = (time.process_time() - cpu_s) / nbytes * 1e9
+                rounds.setdefault(engine, []).append(EngineTrial(engine, nbytes / elapsed_s, cost))
+        return [max(trials, key=lambda trial: trial.nbytes_per_s) for trials in rounds.values()]
+
     def _rate(self, block_nbytes: int, threads: int, ops: Sequence[Op]) -> float:
         elapsed_s, nbytes = self._run(block_nbytes, threads, ops, seconds=_TRIAL_S, most_nbytes=_TRIAL_NBYTES)
         return nbytes / elapsed_s
 
     def _run(
-        self, block_nbytes: int, threads: int, ops: Sequence[Op], *, seconds: float, most_nbytes: int
+        self,
+        block_nbytes: int,
+        threads: int,
+        ops: Sequence[Op],
+        *,
+        seconds: float,
+        most_nbytes: int,
+        engine: Engine = Engine.DIRECT,
     ) -> tuple[float, int]:
         """Batches, two of them in flight, until the time or the bytes are over; seconds taken and bytes moved."""
-        backend = make_backend(Engine.DIRECT, threads=threads, block_nbytes=block_nbytes)
+        backend = make_backend(engine, threads=threads, block_nbytes=block_nbytes)
         tickets: list[Ticket] = []
         began_s = time.perf_counter()
         try:
@@ -201,15 +246,17 @@ class _Drive:
         for place in range(count):
             which = place % len(ops)
             walked_nbytes = (number * count + place) // len(ops) * _TRANSFER_NBYTES
+            memory = self._parts[number % 2 * count + place]
             requests.append(
                 IoRequest(
                     op=ops[which],
                     fd=self._file.fd,
                     path=str(self._file.path),
                     offset=which * region_nbytes + walked_nbytes % region_nbytes,
-                    memory=self._parts[number % 2 * count + place],
+                    memory=memory,
                     priority=Priority.WRITE,  # the same for both, so that neither overtakes the other
                     key="calibration",
+                    check=partial(_hash, memory),  # training hashes what it moves, on the engine's threads
                 )
             )
         return requests
@@ -221,6 +268,10 @@ class _Drive:
                 path=os.fspath(self._file.path),
             )
         ticket.result()
+
+
+def _hash(memory: memoryview, start: int, stop: int) -> None:
+    xxhash.xxh3_64_intdigest(memory[start:stop])
 
 
 def choose(trials: Sequence[Trial]) -> Trial:
@@ -238,3 +289,15 @@ def explain(chosen: Trial, trials: Sequence[Trial], read_nbytes_per_s: float, wr
         return f"{chosen.name}: {rates}"
     best = max(others, key=lambda trial: trial.nbytes_per_s)
     return f"{chosen.name}: {rates}; {best.name} gave {best.nbytes_per_s / chosen.nbytes_per_s - 1:+.0%}"
+
+
+def choose_by_cost(trials: Sequence[EngineTrial]) -> EngineTrial:
+    """The engine with the least CPU time of those about as fast as the fastest: training computes meanwhile."""
+    enough = _GOOD_ENOUGH * max(trial.nbytes_per_s for trial in trials)
+    return min((trial for trial in trials if trial.nbytes_per_s >= enough), key=lambda trial: trial.cpu_s_per_gb)
+
+
+def explain_engine(chosen: EngineTrial, trials: Sequence[EngineTrial]) -> str:
+    """The choice of an engine in a few words, beside what was not chosen."""
+    texts = [f"{t.engine.value} {t.nbytes_per_s / 1e9:.2f} GB/s at {t.cpu_s_per_gb:.3f} CPU s/GB" for t in trials]
+    return f"engine {chosen.engine.value} ({', '.join(texts)})"

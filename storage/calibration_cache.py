@@ -20,6 +20,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from storage.align import is_aligned
+from storage.backends.probe import Engine
 from storage.calibration import PROCEDURE, Calibration, calibrate
 from storage.devices import identify_device
 from storage.errors import StorageError
@@ -73,6 +74,7 @@ class CalibrationCache:
             and 0 < found.threads <= _SANE_THREADS
             and found.read_nbytes_per_s > 0
             and found.write_nbytes_per_s > 0
+            and found.best_engine in (Engine.DIRECT, Engine.AIO)
         )
         is_same = (found.device, found.engine, found.procedure) == (device, engine, PROCEDURE)
         is_fresh = 0 <= self._now_s() - found.measured_s <= _MOST_AGE_S

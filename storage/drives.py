@@ -11,6 +11,7 @@ from pathlib import Path
 
 from storage.align import is_aligned
 from storage.backends.base import Backend
+from storage.backends.kernel_aio import why_not
 from storage.backends.probe import Engine, choose_engine, make_backend
 from storage.calibration_cache import Calibrate, find_calibration
 from storage.checksums import Checksum
@@ -143,7 +144,7 @@ def start_backend(
     """
     tuning = choose_tuning(folder, engine, options)
     backend = make_backend(
-        engine,
+        tuning.engine,
         threads=tuning.threads,
         block_nbytes=tuning.block_nbytes,
         eio_retries=options.eio_retries,
@@ -161,21 +162,30 @@ def start_backend(
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Bytes of a block and number of threads for a drive, and why."""
+    """Engine, bytes of a block and number of them at a drive at the same time, and why."""
 
+    engine: Engine
     block_nbytes: int
     threads: int
     reason: str
 
 
 def choose_tuning(folder: Path, engine: Engine, options: StorageOptions) -> Tuning:
-    """What is set, else what was measured of the drive, else the defaults."""
+    """What is set, else what was measured of the drive, else the defaults.
+
+    Args:
+        engine: what the folder can do. "auto" has chosen DIRECT where both direct engines work; then the faster or
+            cheaper of them is taken if the drive was measured.
+    """
     is_set = options.block_nbytes is not None or options.threads is not None
     found = None if is_set else find_calibration(folder, engine.value, Calibrate(options.calibrate))
     if found is not None:
-        return Tuning(found.block_nbytes, found.threads, found.reason)
+        takes_best = options.engine == Engine.AUTO and (found.best_engine != Engine.AIO or why_not() is None)
+        best = Engine(found.best_engine) if takes_best else engine
+        return Tuning(best, found.block_nbytes, found.threads, found.reason)
     is_aio = engine is Engine.AIO
     block_nbytes = options.block_nbytes or (DEFAULT_AIO_BLOCK_NBYTES if is_aio else DEFAULT_BLOCK_NBYTES)
     threads = options.threads or (DEFAULT_AIO_DEPTH if is_aio else DEFAULT_THREADS)
     many = f"{threads} at a time" if is_aio else f"on {threads} threads"
-    return Tuning(block_nbytes, threads, f"blocks of {block_nbytes} bytes {many} ({'set' if is_set else 'default'})")
+    reason = f"blocks of {block_nbytes} bytes {many} ({'set' if is_set else 'default'})"
+    return Tuning(engine, block_nbytes, threads, reason)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity
+from storage.drives import WrapBackend
 from tests.leaks import LeakCheck, check_empty
 
 _CHECKED = ("infinity", "parity", "mechanics", "faults", "memory")
@@ -71,10 +72,18 @@ def offload(tmp_path: Path) -> Iterator[MakeEngine]:
     engines: list[infinity.Engine] = []
 
     def make(
-        model: nn.Module, *, init_fn: Any = None, weights: Path | None = None, strict: bool = True, **settings: Any
+        model: nn.Module,
+        *,
+        init_fn: Any = None,
+        weights: Path | None = None,
+        strict: bool = True,
+        wrap_backend: WrapBackend | None = None,
+        **settings: Any,
     ) -> infinity.Engine:
         config = small_config(tmp_path, **settings)
-        engine = infinity.offload(model, config, weights=weights, strict=strict, init_fn=init_fn)
+        engine = infinity.offload(
+            model, config, weights=weights, strict=strict, init_fn=init_fn, wrap_backend=wrap_backend
+        )
         engines.append(engine)
         return engine
 

@@ -21,6 +21,9 @@ from infinity.bench.statistics import Spread, spread
 from infinity.bench.target import Target
 from infinity.bench.tier import Measurement, Progress, ready
 from infinity.errors import ConfigError, InfinityError
+from storage.backends.kernel_aio import why_not
+from storage.backends.probe import Engine
+from storage.calibration import EngineTrial, choose_by_cost
 
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35: malloc advises huge pages
 _THREADED_ENGINES = ("psync", "sync", "vsync", "pvsync", "pvsync2")  # one call at a time: depth is a number of threads
@@ -78,9 +81,10 @@ class FioRun:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One workload on both sides; `ours[i]` and `fio[i]` ran one after the other."""
+    """One workload on both sides; `ours[i]`, moved by `engine`, and `fio[i]` ran one after the other."""
 
     workload: Workload
+    engine: BenchEngine
     setup: FioSetup
     ours: tuple[Measurement, ...]
     fio: tuple[FioRun, ...]
@@ -146,13 +150,13 @@ def compare(
     seconds: float,
     setup: FioSetup | None,
     progress: Progress,
-    engine: BenchEngine = BenchEngine.DIRECT,
+    engine: BenchEngine | None = None,
 ) -> list[Comparison]:
     """Run every workload of a profile on both sides in turn; who begins changes with every repeat.
 
     Args:
         setup: how fio is run; None: as is best for each workload.
-        engine: ours.
+        engine: ours; None: as `nvme.engine = "auto"` chooses when it has measured the drive.
 
     Raises:
         ConfigError: there is no fio, or the directory cannot do direct I/O.
@@ -168,16 +172,31 @@ def compare(
     for workload in profile.workloads:
         progress(f"{workload.name} beside fio, {target.directory}")
         chosen = setup or best_setup(workload, target, seconds)
+        used = engine or best_engine(workload, target, seconds)
         ours, theirs = [], []
-        with ready(workload, engine, [target]) as runner:
+        with ready(workload, used, [target]) as runner:
             for number in range(repeats):
                 if number % 2:
                     theirs.append(run_fio(workload, target, seconds, chosen))
                 ours.append(runner.run(seconds))
                 if not number % 2:
                     theirs.append(run_fio(workload, target, seconds, chosen))
-        results.append(Comparison(workload, chosen, tuple(ours), tuple(theirs)))
+        results.append(Comparison(workload, used, chosen, tuple(ours), tuple(theirs)))
     return results
+
+
+def best_engine(workload: Workload, target: Target, seconds: float) -> BenchEngine:
+    """Of our engines with O_DIRECT the one with the least CPU time of those about as fast as the fastest."""
+    if why_not() is not None:
+        return BenchEngine.DIRECT
+    runs: dict[BenchEngine, list[Measurement]] = {BenchEngine.DIRECT: [], BenchEngine.AIO: []}
+    for _ in range(_TRIALS):
+        for engine, found in runs.items():
+            with ready(workload, engine, [target]) as runner:
+                found.append(runner.run(max(seconds * _TRIAL_SHARE, _LEAST_TRIAL_S)))
+    best = [max(found, key=lambda run: run.bytes_per_s) for found in runs.values()]
+    trials = [EngineTrial(Engine(e), r.bytes_per_s, r.cpu_s_per_gb) for e, r in zip(runs, best, strict=True)]
+    return BenchEngine(choose_by_cost(trials).engine)
 
 
 def best_setup(workload: Workload, target: Target, seconds: float) -> FioSetup:

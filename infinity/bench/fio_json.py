@@ -218,6 +218,7 @@ def _comparison_of(rows: Sequence[Comparison]) -> dict[str, Any]:
 
 def _compared(row: Comparison) -> dict[str, Any]:
     return {
+        "engine": row.engine.value,
         "fio_engine": row.setup.engine,
         "fio_huge_pages": row.setup.huge_pages,
         "ours": row.our_bytes_per_s.median,

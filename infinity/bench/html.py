@@ -115,8 +115,9 @@ def _comparison_part(result: BenchResult) -> str:
             sides = (("infinity", row.our_bytes_per_s), ("fio", row.fio_bytes_per_s))
             shown += [_side(f"{row.workload.mix} {name}", rate, group) for group, (name, rate) in enumerate(sides)]
             cpu = (f"{row.our_cpu_s_per_gb.median:.3f}", f"{row.fio_cpu_s_per_gb.median:.3f}", f"{row.cpu_ratio:.2f}")
-            cells.append((row.workload.mix, row.setup.name, f"{row.ratio:.2f}", f"{row.paired_ratio.median:.2f}", *cpu))
-        head = ("mix", "engine of fio", "ratio", "ratio of pairs", "CPU s/GB", "CPU s/GB of fio", "ratio")
+            ratios = (f"{row.ratio:.2f}", f"{row.paired_ratio.median:.2f}")
+            cells.append((row.workload.mix, row.engine, row.setup.name, *ratios, *cpu))
+        head = ("mix", "our engine", "engine of fio", "ratio", "ratio of pairs", "CPU s/GB", "CPU s/GB of fio", "ratio")
         parts.append(bars(shown, f"{directory}, median of {len(rows[0].ours)}, in turns") + _table(head, cells))
     title = f"<h2>Beside {escape(result.fio_version)}</h2>"
     return title + "".join(parts) if parts else ""

@@ -12,6 +12,7 @@ from infinity.bench.result import BenchResult
 from infinity.bench.tier import Series
 from infinity.sizes import KIB, MIB
 
+_PREFERRED = (BenchEngine.DIRECT, BenchEngine.AIO, BenchEngine.BUFFERED)  # of those that were measured
 _GOOD_ENOUGH = 0.95  # of the best: what more depth or larger blocks bring beyond that is noise, and costs memory
 _LEAST_BLOCK_NBYTES = 256 * KIB  # training moves shards, not pages
 
@@ -37,8 +38,7 @@ def recommend(series: Sequence[Series]) -> Settings | None:
     ]
     if not usable:
         return None
-    has_direct = any(one.engine is BenchEngine.DIRECT for one in usable)
-    engine = BenchEngine.DIRECT if has_direct else BenchEngine.BUFFERED
+    engine = min((one.engine for one in usable), key=_PREFERRED.index)
     usable = [one for one in usable if one.engine is engine]
     group = _comparable(usable)
     best: dict[tuple[str, ...], float] = {}

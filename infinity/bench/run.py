@@ -31,6 +31,7 @@ class TierOptions:
         file_nbytes: size of the test file; None: 1 GiB, less where little is free.
         comparison: workloads to run beside fio; None: do not.
         fio: how it is run; None: as is best for each workload.
+        comparison_engine: what of ours runs beside it; None: what is best for each workload.
         sustained_nbytes: bytes of a sustained write; None: none.
         measures_memory: host memory, link and kernels too.
     """
@@ -44,6 +45,7 @@ class TierOptions:
     comparison: Profile | None = None
     comparison_repeats: int = 5
     fio: FioSetup | None = None
+    comparison_engine: BenchEngine | None = None
     sustained_nbytes: int | None = None
     measures_memory: bool = True
 
@@ -124,7 +126,6 @@ def _compare(options: TierOptions, targets: list[Target], result: BenchResult, p
     if options.comparison is None:
         return
     result.fio_version = fio_version()
-    engine = next((one for one in options.engines if not one.is_cached), BenchEngine.DIRECT)
     for target in targets:
         rows = compare(
             options.comparison,
@@ -132,12 +133,12 @@ def _compare(options: TierOptions, targets: list[Target], result: BenchResult, p
             repeats=options.comparison_repeats,
             seconds=options.seconds,
             setup=options.fio,
-            engine=engine,
+            engine=options.comparison_engine,
             progress=progress,
         )
         directory = str(target.directory)
         result.comparisons[directory] = rows
-        result.series += [Series(row.workload, engine, (directory,), row.ours) for row in rows]
+        result.series += [Series(row.workload, row.engine, (directory,), row.ours) for row in rows]
         result.written_nbytes += sum(run.written_nbytes for row in rows for run in row.fio)
 
 

@@ -116,12 +116,13 @@ def _comparison_table(rows: Sequence[Comparison], directory: str, fio: str) -> T
     title = f"{directory}: taking turns with {fio}, medians of {len(rows[0].ours)}"
     figures = ("ours MB/s", "fio MB/s", "ours MiB/s", "fio MiB/s", "ratio", "ratio of pairs")
     cpu = ("ours CPU s/GB", "fio CPU s/GB", "ratio")
-    table = _new_table(title, ("mix", "size", "fio's engine"), (*figures, *cpu))
+    table = _new_table(title, ("mix", "size", "our engine", "fio's engine"), (*figures, *cpu))
     for row in rows:
         ours, fio_rate, pairs = row.our_bytes_per_s.median, row.fio_bytes_per_s.median, row.paired_ratio
         table.add_row(
             row.workload.mix,
             size_of(row.workload),
+            row.engine,
             row.setup.name,
             f"{ours / _MB:,.0f}",
             f"{fio_rate / _MB:,.0f}",

@@ -33,9 +33,13 @@ class TierArguments:
         ),
     ] = ()
     engines: Annotated[
-        str,
-        typer.Option(help="Of direct, aio, buffered, aiofiles; such as direct,aiofiles.", rich_help_panel=_WHAT),
-    ] = "direct"
+        str | None,
+        typer.Option(
+            help="Of direct, aio, buffered, aiofiles; such as direct,aiofiles. Default: direct; beside fio the one of "
+            "direct and aio that needs less CPU time, if it is as fast.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
     compare_fio: Annotated[
         bool,
         typer.Option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from infinity.bench.engines import parse_engines
+from infinity.bench.engines import BenchEngine, parse_engines
 from infinity.bench.fio import FioSetup
 from infinity.bench.fio_json import to_files, to_json
 from infinity.bench.html import to_html
@@ -62,6 +62,7 @@ def resolve(arguments: TierArguments) -> TierOptions:
     """
     is_special = arguments.compare_fio or arguments.sustained is not None
     block_nbytes = _block(arguments.block)
+    engines = parse_engines(arguments.engines) if arguments.engines is not None else ()
     profiles = find_profiles(arguments.profile)
     if not profiles and not is_special:
         profiles = DEFAULT_PROFILES
@@ -69,13 +70,14 @@ def resolve(arguments: TierArguments) -> TierOptions:
     return TierOptions(
         paths=arguments.paths or (default_directory(),),
         profiles=profiles,
-        engines=parse_engines(arguments.engines),
+        engines=engines or (BenchEngine.DIRECT,),
         repeats=arguments.repeats or _REPEATS,
         seconds=arguments.seconds,
         file_nbytes=_nbytes("--size", arguments.size),
         comparison=comparison(block_nbytes, arguments.depth) if arguments.compare_fio else None,
         comparison_repeats=arguments.repeats or _COMPARISON_REPEATS,
         fio=_fio_setup(arguments),
+        comparison_engine=next((engine for engine in engines if not engine.is_cached), None),
         sustained_nbytes=_nbytes("--sustained", arguments.sustained),
         measures_memory=measures_memory,
     )

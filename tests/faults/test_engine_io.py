@@ -287,15 +287,15 @@ def test_late_transfers_change_no_bit(offload: MakeEngine, drive: Callable[[], F
     _assert_trained(model, [0, 1, 2, 3])
 
 
-def test_write_error_while_initialising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_error_while_initialising(tmp_path: Path) -> None:
     def wrap(backend: Backend) -> Backend:
         faulty = FaultyBackend(backend)
         faulty.inject(Fault.NO_SPACE, op=Op.WRITE, when=_is("blocks.2"))
         return faulty
 
-    wrap_drives(monkeypatch, wrap)
+    config = small_config(tmp_path, host=TIGHT, schedule="synchronous")
     with pytest.raises(SwapFullError, match=r"blocks\.2"):
-        infinity.offload(build(Net), small_config(tmp_path, host=TIGHT, schedule="synchronous"))
+        infinity.offload(build(Net), config, wrap_backend=wrap)
     assert not swap_folders(tmp_path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,13 @@ def test_settings_suit_the_drive_that_needs_most() -> None:
     settings = recommend([*easy, *hard])
     assert settings is not None
     assert settings.threads == 8
+
+
+def test_the_kernel_engine_is_recommended_when_it_alone_was_measured() -> None:
+    series = replace(_series(MIB, 8, 1e9), engine=BenchEngine.AIO)
+    settings = recommend([series])
+    assert settings is not None
+    assert settings.engine is BenchEngine.AIO
 
 
 def test_nothing_is_recommended_from_small_blocks_alone() -> None:

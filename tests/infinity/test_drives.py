@@ -14,7 +14,6 @@ from storage.backends.faulty import Fault, FaultyBackend
 from storage.health import DriveState
 from storage.types import Op
 from tests.conftest import MakeEngine
-from tests.drives import wrap_drives
 from tests.mechanics.test_iterations import train
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Net, build
@@ -35,7 +34,6 @@ def _plain() -> dict[str, torch.Tensor]:
 def test_a_drive_that_takes_nothing_more_does_not_end_the_run(
     offload: MakeEngine,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     schedule: str,
     fault: Fault,
@@ -47,10 +45,9 @@ def test_a_drive_that_takes_nothing_more_does_not_end_the_run(
         drives.append(FaultyBackend(backend))
         return drives[-1]
 
-    wrap_drives(monkeypatch, wrap)
     model = build(Net)
     paths = [tmp_path / "a", tmp_path / "b"]
-    engine = offload(model, schedule=schedule, host={"budget": "440KiB"}, nvme={"paths": paths})
+    engine = offload(model, schedule=schedule, host={"budget": "440KiB"}, nvme={"paths": paths}, wrap_backend=wrap)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     for number in range(_STEPS):
         if number == 2:

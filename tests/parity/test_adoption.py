@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from storage.backends.base import Backend
+from storage.backends.faulty import FaultyBackend
 from tests.conftest import MakeEngine
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Block, Frozen, Net, batch, build, loss_of
@@ -242,6 +244,20 @@ def test_an_optimizer_built_after_the_change(offload: MakeEngine) -> None:
         optimizer = make(model.parameters())
         losses.append([_train(model, optimizer, step) for step in range(3)])
     assert losses[0] == losses[1]
+
+
+def test_what_is_put_under_the_drives_stays(offload: MakeEngine) -> None:
+    wrapped: list[Backend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        wrapped.append(FaultyBackend(backend))
+        return wrapped[-1]
+
+    model: Any = build(Net)
+    engine = offload(model, wrap_backend=wrap)
+    replace_head(model)
+    assert engine.adopt()
+    assert len(wrapped) == 2
 
 
 def test_objects_and_hooks_of_kept_parameters_stay(offload: MakeEngine) -> None:

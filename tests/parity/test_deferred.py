@@ -17,7 +17,6 @@ from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import IoError
 from storage.types import IoRequest, Op
 from tests.conftest import MakeEngine
-from tests.drives import wrap_drives
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import Loop, assert_parity, gathered_parameters, train_plain
 from tests.zoo import Net, Skipping, batch, build, loss_of
@@ -252,7 +251,7 @@ def test_reads_less_than_synchronous(offload: MakeEngine) -> None:
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
 @pytest.mark.parametrize("where", ["forward", "metrics"])
 def test_a_lost_update_is_told_where_it_is_needed(
-    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, op: Op, where: str
+    offload: MakeEngine, op: Op, where: str
 ) -> None:
     made: list[FaultyBackend] = []
 
@@ -263,9 +262,8 @@ def test_a_lost_update_is_told_where_it_is_needed(
     def of_the_last(request: IoRequest) -> bool:
         return "head" in request.key and "/state" in request.key
 
-    wrap_drives(monkeypatch, wrap)
     model = build(Net)
-    engine = offload(model, schedule="deferred", host=SPILLED)
+    engine = offload(model, schedule="deferred", host=SPILLED, wrap_backend=wrap)
     optimizer = _adamw(model)
     train(model, optimizer, 0)
     engine.metrics()

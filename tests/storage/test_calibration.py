@@ -15,9 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from storage import calibration, calibration_cache, devices
+from storage import calibration, calibration_cache, devices, drives
 from storage.backends.probe import Engine
-from storage.calibration import MOST_WRITTEN_NBYTES, Calibration, Trial, calibrate, choose, explain
+from storage.calibration import (
+    MOST_WRITTEN_NBYTES,
+    Calibration,
+    EngineTrial,
+    Trial,
+    calibrate,
+    choose,
+    choose_by_cost,
+    explain,
+    explain_engine,
+)
 from storage.calibration_cache import Calibrate, CalibrationCache, default_folder, find_calibration, speeds_of
 from storage.cleanup import find_run_folders, remove_dead
 from storage.devices import identify_device
@@ -67,6 +77,19 @@ def test_one_setting_alone() -> None:
     assert explain(only, [only], 1e8, 5e7) == "1 MiB × 4 threads: 0.10 GB/s read, 0.05 GB/s write"
 
 
+def test_the_engine_that_costs_less_is_chosen_when_it_is_as_fast() -> None:
+    threads, kernel = EngineTrial(Engine.DIRECT, 3.0e9, 0.030), EngineTrial(Engine.AIO, 2.9e9, 0.013)
+    assert choose_by_cost([threads, kernel]) is kernel
+    assert explain_engine(kernel, [threads, kernel]) == (
+        "engine aio (direct 3.00 GB/s at 0.030 CPU s/GB, aio 2.90 GB/s at 0.013 CPU s/GB)"
+    )
+
+
+def test_a_slower_engine_is_not_chosen_however_little_it_costs() -> None:
+    threads, kernel = EngineTrial(Engine.DIRECT, 3.0e9, 0.030), EngineTrial(Engine.AIO, 2.8e9, 0.001)
+    assert choose_by_cost([threads, kernel]) is threads
+
+
 # The measurement -------------------------------------------------------------------------------------------------
 
 
@@ -76,8 +99,18 @@ def test_a_real_drive(tmp_path: Path) -> None:
     assert (found.block_nbytes, found.threads) in calibration._SETTINGS
     assert found.read_nbytes_per_s > 0 < found.write_nbytes_per_s
     assert found.device == identify_device(tmp_path)
+    assert found.best_engine in ("direct", "aio")
+    assert f"; engine {found.best_engine} (direct " in found.reason
     assert found.reason.startswith(f"{found.block_nbytes // MIB} MiB × {found.threads} threads: ")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("can_direct", "quick")
+def test_threads_alone_are_tried_where_the_kernel_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "why_not", lambda: "the kernel refuses")
+    found = calibrate(tmp_path)
+    assert found.best_engine == "direct"
+    assert "aio" not in found.reason
 
 
 @pytest.mark.usefixtures("can_direct")
@@ -185,7 +218,8 @@ def test_other_drives_engines_procedures_and_times_count_as_nothing(cache: Calib
         later = CalibrationCache(cache.folder, now_s=lambda days=days: 100.0 + days * _DAY_S)  # type: ignore[misc]
         assert (later.find("drive", "direct") is not None) == is_good
     path = cache.path_of("drive", "direct")
-    for change in ({"device": "moved"}, {"procedure": 0}, {"block_nbytes": 1000}, {"threads": 0}, {"threads": 10**6}):
+    settings = ({"block_nbytes": 1000}, {"threads": 0}, {"threads": 10**6}, {"best_engine": "x"})
+    for change in ({"device": "moved"}, {"procedure": 0}, *settings):
         path.write_text(json.dumps(asdict(_FOUND) | change))
         assert cache.find("drive", "direct") is None, change
 
@@ -294,7 +328,7 @@ def test_a_cache_that_cannot_be_written_loses_only_the_next_start(
 def test_settings_come_from_the_user_then_the_drive_then_the_defaults(tmp_path: Path) -> None:
     defaults = (DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS)
 
-    def tuned(**given: object) -> tuple[int, int]:
+    def tuned(**given: object) -> tuple[int, int]:  # blocks and threads
         tuning = choose_tuning(tmp_path, Engine.DIRECT, StorageOptions(**given))  # type: ignore[arg-type]
         return tuning.block_nbytes, tuning.threads
 
@@ -307,6 +341,24 @@ def test_settings_come_from_the_user_then_the_drive_then_the_defaults(tmp_path: 
         assert tuned(calibrate="off") == defaults
         assert tuned(threads=1) == (DEFAULT_BLOCK_NBYTES, 1)
         assert tuned(block_nbytes=MIB) == (MIB, DEFAULT_THREADS)
+    finally:
+        path.unlink()
+
+
+def test_the_engine_that_was_found_best_is_what_auto_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine(wanted: str) -> Engine:
+        return choose_tuning(tmp_path, Engine.DIRECT, StorageOptions(engine=wanted)).engine
+
+    measured_s = os.stat(tmp_path).st_mtime
+    path = CalibrationCache().keep(
+        replace(_FOUND, device=identify_device(tmp_path), measured_s=measured_s, best_engine="aio")
+    )
+    try:
+        monkeypatch.setattr(drives, "why_not", lambda: None)
+        assert engine("auto") is Engine.AIO
+        assert engine("direct") is Engine.DIRECT  # who insists gets it, with the settings that were measured
+        monkeypatch.setattr(drives, "why_not", lambda: "the kernel refuses")  # measured on another kernel
+        assert engine("auto") is Engine.DIRECT
     finally:
         path.unlink()
 
