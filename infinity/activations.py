@@ -13,6 +13,7 @@ of parameters, and what is smaller than a page. Used by the training thread only
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -196,9 +197,10 @@ class Activations:
             return _Kept(tensor, tensor._version)
         entry = _Entry(align_up(tensor.nbytes, PAGE_NBYTES), tensor.nbytes)
         self._take_memory(entry)
+        start_s = time.perf_counter()
         with torch.no_grad():
             self._flat(entry, tensor.dtype, tensor.numel()).copy_(_memory_of(tensor.detach()))
-        self._device.traffic.add(LinkDirection.D2H, f"{_KIND} input", tensor.nbytes)
+        self._crossed(LinkDirection.D2H, tensor.nbytes, start_s)
         self.packed_nbytes += tensor.nbytes
         self._entries.append(entry)
         if self._policy is ActivationPolicy.NVME:
@@ -226,10 +228,11 @@ class Activations:
             self._read(entry, Priority.DEMAND)
         if entry.read is not None:
             self._stalls.wait(entry.read, StallCause.ACTIVATION)
+        start_s = time.perf_counter()
         with torch.no_grad():
             found = torch.empty_strided(saved.shape, saved.stride, dtype=saved.dtype, device=saved.device)
             _memory_of(found).copy_(self._flat(entry, saved.dtype, found.numel()))
-        self._device.traffic.add(LinkDirection.H2D, f"{_KIND} input", found.nbytes)
+        self._crossed(LinkDirection.H2D, found.nbytes, start_s)
         if entry.is_stored:
             entry.leave_memory()
         self._read_ahead(entry)
@@ -252,6 +255,12 @@ class Activations:
 
     # Parts -----------------------------------------------------------------------------------------------------
 
+    def _crossed(self, direction: LinkDirection, nbytes: int, start_s: float) -> None:
+        """An input has been copied between host and device; the copy is over."""
+        label = f"{_KIND} input"
+        self._device.traffic.add(direction, label, nbytes)
+        self._device.traffic.over(direction, label, nbytes, start_s, time.perf_counter())
+
     def _is_worth(self, tensor: torch.Tensor) -> bool:
         if tensor.grad_fn is None or tensor.nbytes < PAGE_NBYTES or not _is_dense(tensor):
             return False
@@ -264,10 +273,11 @@ class Activations:
         return torch.frombuffer(entry.lease.memory, dtype=dtype, count=numel)
 
     def _take_memory(self, entry: _Entry) -> None:
-        while (reservation := self._budget.try_reserve(entry.nbytes, _KIND)) is None:
-            self._make_room(entry)
-        entry.reservation = reservation
-        entry.lease = self._pool.lease(entry.nbytes, _KIND)
+        with self._stalls.reporting():
+            while (reservation := self._budget.try_reserve(entry.nbytes, _KIND)) is None:
+                self._make_room(entry)
+            entry.reservation = reservation
+            entry.lease = self._pool.lease(entry.nbytes, _KIND)
 
     def _make_room(self, entry: _Entry) -> None:
         """The input that is needed last leaves host memory."""

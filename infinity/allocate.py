@@ -16,7 +16,7 @@ from infinity.collectives import Collectives
 from infinity.config import Config, Precision, Schedule
 from infinity.demand import Request
 from infinity.device_memory import DeviceMemory
-from infinity.devices.base import Device
+from infinity.devices.base import Device, LinkCopy
 from infinity.durable.committer import Committer
 from infinity.gather import Gatherer
 from infinity.gradient_blocks import GradientBlocks
@@ -138,14 +138,23 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         saver.preserve(key)
 
     pipeline = _pipeline(plan, made, read_ahead, link, preserve)
-    inspection = Inspection(made.copies, made.budgets, made.store, pipeline, lambda: saver.progress)
+    inspection = Inspection(
+        made.copies,
+        made.budgets,
+        made.pool,
+        made.store,
+        pipeline,
+        saved=lambda: saver.progress,
+        stalls=lambda: stalls.recent,
+    )
     stalls = _stall_clock(plan, made, inspection)
     saver = Saver(made.save_thread, stalls)
     for group in plan.groups:
         group.attach(plan.device.torch_device, plan.access)
     in_flight: list[GroupUpdate] = []
     lockstep = Lockstep(plan.collectives, stalls) if plan.collectives is not None else None
-    memory = DeviceMemory(plan.device)
+    plan.device.traffic.watch(partial(_note_copy, made.trace))
+    memory = DeviceMemory(plan.device, report)
     blocks = GradientBlocks(memory, stalls)
     gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, read_ahead, made.io, stalls, lockstep)
     memory.ask(blocks.free_first, gatherer.free_ahead)
@@ -233,12 +242,17 @@ def _pipeline(
     )
 
 
+def _note_copy(trace: Trace, copy: LinkCopy) -> None:
+    way, duration_s = copy.direction.name.lower(), copy.end_s - copy.start_s
+    trace.add(copy.label, way, copy.start_s, duration_s, "link", nbytes=copy.nbytes)
+
+
 def _stall_clock(plan: Blueprint, made: _Resources, inspection: Inspection) -> StallClock:
     return StallClock(
         plan.config.nvme.io_timeout_s,
         progress=inspection.progress,
         report=inspection.report,
-        on_stall=lambda cause, start_s, duration_s: made.trace.add(cause, "stall", start_s, duration_s),
+        on_stall=lambda s: made.trace.add(s.cause.value, "stall", s.start_s, s.duration_s, detail=s.waited_for),
     )
 
 
@@ -296,7 +310,7 @@ def _create_gradient(plan: Blueprint, made: _Resources, group: FlatGroup) -> Non
     store, nbytes, limit_nbytes = made.store, gradient_nbytes(group), plan.nvme_budget_nbytes
     if store is None:
         return
-    held_nbytes = sum(drive.held_nbytes for drive in store.drive_report())
+    held_nbytes = store.held_nbytes
     if limit_nbytes is not None and held_nbytes + nbytes > limit_nbytes:
         raise SwapFullError(
             f"the gradient of {group.key} has to wait in the swap files for the end of backward, because its "

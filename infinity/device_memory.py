@@ -6,15 +6,21 @@ from collections.abc import Callable
 
 from infinity.devices.base import Device, DeviceBlock
 from infinity.errors import DeviceOutOfMemoryError
+from infinity.observe.shortages import attach_report
 
 Spare = Callable[[], bool]
 
 
 class DeviceMemory:
-    """Allocates blocks of one device. Used by the training thread."""
+    """Allocates blocks of one device. Used by the training thread.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        report: text that tells who holds what, for the error.
+    """
+
+    def __init__(self, device: Device, report: Callable[[], str]) -> None:
         self._device = device
+        self._report = report
         self._spares: tuple[Spare, ...] = ()
 
     def ask(self, *spares: Spare) -> None:
@@ -30,8 +36,9 @@ class DeviceMemory:
         while True:
             try:
                 return self._device.allocate(nbytes, owner)
-            except DeviceOutOfMemoryError:
+            except DeviceOutOfMemoryError as error:
                 if not any(spare() for spare in self._spares):
+                    attach_report(error, self._report)
                     raise
 
     def free(self, block: DeviceBlock) -> None:

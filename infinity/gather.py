@@ -22,6 +22,7 @@ from infinity.groups import FlatGroup
 from infinity.io_loop import IoLoop
 from infinity.layout import FlatSpan
 from infinity.lockstep import Lockstep
+from infinity.observe.shortages import hand_on_report
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.order import Phase
 from infinity.readahead import ReadAhead
@@ -325,10 +326,12 @@ class Gatherer:
             if not self._viewed:
                 raise
             keys = ", ".join(sorted({viewed.key for viewed, _ in self._viewed.values()}))
-            raise DeviceOutOfMemoryError(
+            explained = DeviceOutOfMemoryError(
                 f"{error}. Tensors taken inside `infinity.gathered(...)` are still in use and keep the memory "
                 f"of {keys}: keep a clone instead, or delete them"
-            ) from error
+            )
+            hand_on_report(error, explained)
+            raise explained from error
 
     def free_ahead(self) -> bool:
         """Free one group that was only uploaded ahead, or that nobody looks at any more. False when there is none."""

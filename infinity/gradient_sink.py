@@ -335,7 +335,8 @@ class GradientSink:
         group, nbytes, owner = gradient.group, gradient_nbytes(gradient.group), gradient_key(gradient.group)
         self._spill_open(group)
         budget = self._transit if self._spill.is_planned(group) else self._held
-        reservation = budget.request(nbytes, owner)
+        with self._stalls.reporting():
+            reservation = budget.request(nbytes, owner)
 
         def check() -> None:
             # In this order: an update gives its memory back before it counts as finished.
@@ -348,7 +349,8 @@ class GradientSink:
                 )
 
         try:
-            check()
+            with self._stalls.reporting():
+                check()
             self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
         except BaseException:
             reservation.release()

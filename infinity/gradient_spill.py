@@ -54,7 +54,8 @@ class GradientSpill:
         if store is None or lease is None:
             raise RuntimeError(f"the gradient of {group.key} is not in host memory, or there are no swap files")
         if group.index not in self._with_room:
-            self._make_room(group)
+            with self._stalls.reporting():
+                self._make_room(group)
             self._with_room.add(group.index)
         written = store.submit_write(
             gradient_key(group),

@@ -25,6 +25,7 @@ from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, watch_outputs
 from infinity.lending import Lending
 from infinity.lockstep import Want
+from infinity.observe.shortages import hand_on_report
 from infinity.observe.timeline import UnitTimeline
 from infinity.occupancy import Occupancy
 from infinity.order import Access, Mode, Phase
@@ -56,7 +57,7 @@ class Iteration:
         self._runtime = runtime
         self._updates = updates
         self._journal = journal
-        self._timeline = UnitTimeline(runtime.trace)
+        self._timeline = UnitTimeline(runtime.trace, runtime.held())
         self._runs = OpenRuns(self._end_run)
         self._tasks = GraphTasks(self._runs.end_task, self.end_backward)
         self._mode = Mode.TRAIN
@@ -185,6 +186,7 @@ class Iteration:
     def end_step(self) -> None:
         """The optimizer step is over: counts start again."""
         self._calls.clear()
+        self._timeline.note_held()
 
     def refuse_failed(self) -> None:
         """A step is about to use the gradients.
@@ -357,7 +359,9 @@ class Iteration:
         """Say which budget works, when it is the way in which the model uses its units that needs more memory."""
         runtime, repeated = self._runtime, self._calls.called_several_times()
         elsewhere = [runtime.groups[index] for index in self._used_elsewhere - self._resident]
-        return explain_shortage(error, runtime.placement, runtime.units, repeated, elsewhere)
+        explained = explain_shortage(error, runtime.placement, runtime.units, repeated, elsewhere)
+        hand_on_report(error, explained)
+        return explained
 
     def _record(self, access: Access) -> None:
         if self._repeats.is_repetition(access):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from infinity.devices.base import Fence
+from infinity.observe.shortages import attach_report
 from storage.errors import IoTimeoutError
 
 _POLL_S = 0.0002  # about what a hop through a waiting thread costs
@@ -52,7 +53,9 @@ class LinkPatience:
         fence.wait(0)
 
     def _stuck(self, what: str) -> IoTimeoutError:
-        return IoTimeoutError(
+        stuck = IoTimeoutError(
             f"{what} is not over after {self._timeout_s:g} s. The device is stuck or far too slow; check it, or raise "
-            f"nvme.io_timeout_s\n{self._report()}"
+            "nvme.io_timeout_s"
         )
+        attach_report(stuck, self._report)
+        return stuck

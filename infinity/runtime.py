@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -94,6 +94,16 @@ class Runtime:
     @property
     def resident_groups(self) -> list[FlatGroup]:
         return [group for unit in self.units if unit.resident for group in unit.groups]
+
+    def held(self) -> dict[str, Callable[[], int]]:
+        """What tells how many bytes each tier holds at the moment."""
+        tiers: dict[str, Callable[[], int]] = {
+            "device": lambda: self.device.budget.used_nbytes,
+            "host": lambda: self.pool.leased_nbytes,
+        }
+        if (store := self.store) is not None:
+            tiers["nvme"] = lambda: store.held_nbytes
+        return tiers
 
     def check_open(self) -> None:
         """Raise InfinityError when the engine is closed."""

@@ -70,7 +70,8 @@ def traced(trace: Trace, log: IoLog | None, inner: WrapBackend | None = None) ->
     """
 
     def note(span: TransferSpan) -> None:
-        trace.add(span.key, span.op.value, span.start_s, span.end_s - span.start_s, sys.intern(str(span.directory)))
+        drive, duration_s = sys.intern(str(span.directory)), span.end_s - span.start_s
+        trace.add(span.key, span.op.value, span.start_s, duration_s, drive, nbytes=span.nbytes)
 
     def wrap(backend: Backend) -> Backend:
         used = backend if inner is None else inner(backend)

@@ -119,6 +119,12 @@ class ShardStore:
         with self._lock:
             return self._space.report()
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of keys on all drives together."""
+        with self._lock:
+            return sum(self._space.held_nbytes)
+
     def create(self, key: str, nbytes: int) -> None:
         """Make room for a key; its content is undefined until it is written.
 

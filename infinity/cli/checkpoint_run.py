@@ -19,7 +19,7 @@ from infinity.checkpoint.format import GRADIENT, Index, ParameterEntry, read_ind
 from infinity.checkpoint.reshard import reshard_checkpoint
 from infinity.checkpoint.series import candidates
 from infinity.checkpoint.verify import Verification, verify_checkpoint
-from infinity.cli.console import make_console
+from infinity.cli.console import can_redraw, make_console
 from infinity.cli.files import check_files, write_json
 from infinity.errors import CheckpointError, ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
@@ -162,7 +162,7 @@ def _dtype(text: str) -> Any:
 def _progress(console: Console, what: str, total_nbytes: int | None) -> Iterator[OnFile]:
     """A bar that grows with every file."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not can_redraw(console)) as progress:
         task = progress.add_task(what, total=total_nbytes)
         yield lambda name, nbytes: progress.update(task, advance=nbytes, description=f"{what} {name}")
 

@@ -112,14 +112,19 @@ def _code_of(error: Exception) -> int:
 
 def _block(error: Exception, debug: bool) -> str:
     """The error and what caused it, a line or a paragraph each."""
-    lines = [f"error: {_name(error)}{error}"]
+    lines = [f"error: {_name(error)}{error}", *_notes(error)]
     cause = error.__cause__
     while cause is not None:
-        lines.append(f"  caused by {type(cause).__name__}: {cause}")
+        lines += [f"  caused by {type(cause).__name__}: {cause}", *_notes(cause)]
         cause = cause.__cause__
     if not debug and _is_unexpected(error):
         lines.append("this is not an error infinity knows; --debug shows where it happened")
     return "\n".join(lines)
+
+
+def _notes(error: BaseException) -> list[str]:
+    """What was added to an error, such as the report of where everything was."""
+    return list(getattr(error, "__notes__", []))
 
 
 def _name(error: Exception) -> str:

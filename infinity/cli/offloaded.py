@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -20,8 +20,9 @@ from infinity.cli.display import Display
 from infinity.cli.failures import undisturbed
 from infinity.cli.hashing import hash_parameters
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of
+from infinity.cli.recording import Recording
 from infinity.cli.records import Counters, StepRecord
-from infinity.cli.report import Measured
+from infinity.cli.report import Measured, begin_report
 from infinity.cli.settings import RunSettings
 from infinity.cli.tables import preflight
 from infinity.config import Durability
@@ -44,6 +45,7 @@ class OffloadedRun:
     """What an offloaded run gave."""
 
     first_step: int = 0
+    begun: dict[str, Any] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     measured: Measured | None = None
     prediction: Prediction | None = None
@@ -61,10 +63,16 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
     made = offload(model, settings.config, init_fn=init_weights, resume=settings.continues is not None)
     with _closed_undisturbed(made) as engine:
         session = _Session(settings, engine, model)
-        session.begin(text)
-        with _metrics_file(options.metrics) as metrics, session.display:
-            session.train(text, metrics)
-        return session.finish()
+        recording = Recording(options.record)
+        try:
+            recording.begin(session.begin(text))
+            with _metrics_file(options.metrics) as metrics, session.display:
+                session.train(text, metrics)
+            return session.finish()
+        except BaseException as error:
+            with undisturbed():
+                recording.fail(error, engine.trace)
+            raise
 
 
 class _Session:
@@ -80,11 +88,12 @@ class _Session:
             weight_decay=WEIGHT_DECAY,
             max_grad_norm=training.clip,
         )
-        self.display = Display(make_console(), training.steps)
+        drives = [drive.directory for drive in engine.drives]
+        self.display = Display(make_console(), training.steps, engine.counters, drives)
         self._run = OffloadedRun()
 
-    def begin(self, text: Text) -> None:
-        """Go on where a saved run stopped, if one is; show the plan; count from here."""
+    def begin(self, text: Text) -> dict[str, Any]:
+        """Go on where a saved run stopped, if one is; show the plan; count from here. Gives what is known by now."""
         engine, settings, run = self._engine, self._settings, self._run
         options, nvme = settings.options, settings.config.nvme
         if options.resume is not None:
@@ -102,12 +111,16 @@ class _Session:
         self.display.say(tables)
         self._observer = RunObserver(engine._runtime)
         self._guard = WearGuard.of_store(engine._runtime.store, nvme.wear_budget, nvme.wear_action)
+        run.begun = begin_report(
+            settings, engine.plan, engine.counters(), first_step=run.first_step, source=text.source
+        )
+        return run.begun
 
     def train(self, text: Text, metrics: IO[str] | None) -> None:
         """All steps, or those until the wear budget is spent."""
         training, run = self._settings.training, self._run
         batches = batches_of(training, text)
-        before = _counters(self._engine)
+        before = self._engine.counters()
         last_step = run.first_step + training.steps
         for step in range(run.first_step, last_step):
             record = self._step(batches, step, last_step, before)
@@ -138,7 +151,7 @@ class _Session:
             grad_norm=None if norm is None else norm.item(),
             seconds=seconds,
             tokens=training.tokens_per_step,
-            counters=_counters(engine),
+            counters=engine.counters(),  # `metrics()` would wait for writes, which overlap the next step
             before=before,
         )
 
@@ -184,11 +197,6 @@ class _Session:
             micro_batches=self._settings.training.accumulate,
             traffic=measured.traffic.per_step[-1],
         )
-
-
-def _counters(engine: Engine) -> Counters:
-    """The engine's counters as they stand. `engine.metrics()` would wait for writes, which overlap the next step."""
-    return engine.counters()
 
 
 @contextmanager

@@ -24,6 +24,14 @@ class StepRecord:
         """How much a counter grew during this step."""
         return self.counters.get(name, 0.0) - self.before.get(name, 0.0)
 
+    def stalls(self) -> dict[str, float]:
+        """Seconds that this step waited, by cause."""
+        return {
+            name.removeprefix("stall/").removesuffix("_s"): self.moved(name)
+            for name in self.counters
+            if name.startswith("stall/") and name.endswith("_s") and name != "stall/total_s"
+        }
+
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from infinity.plan.observed import Prediction
 from infinity.plan.summary import Plan
 from infinity.plan.traffic import StepTraffic
 from infinity.plan.wear_guard import WearReport
+from infinity.report.record import RunState
 from storage.space import DriveReport
 
 _KINDS = ("param", "state", "grad")
@@ -40,31 +41,16 @@ class Measured:
         return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine, engine.drives, engine.trace.nbytes)
 
 
-def make_report(
-    settings: RunSettings,
-    records: Sequence[StepRecord],
-    measured: Measured,
-    *,
-    first_step: int,
-    interpreter_nbytes: int,
-    source: str,
-    prediction: Prediction | None,
-    wear: Sequence[WearReport],
+def begin_report(
+    settings: RunSettings, plan: Plan, counters: Counters, *, first_step: int, source: str
 ) -> dict[str, Any]:
-    """The report of an offloaded run, without a baseline (`baseline` is null)."""
-    training, plan, counters = settings.training, measured.plan, measured.counters
-    step_seconds = [record.seconds for record in records]
-    budgets = {
-        "device": plan.placement.device_budget_nbytes,
-        "host": plan.placement.host_budget_nbytes,
-        "nvme": settings.config.nvme.budget or plan.placement.nvme_nbytes,
-    }
-    peaks = {tier: int(counters[f"{tier}/peak_bytes"]) for tier in ("device", "host")}
-    memory = _memory(settings, budgets, interpreter_nbytes, measured.trace_nbytes)
+    """What is known of a run before its first step: the same keys with the same values as in the whole report."""
     return {
+        "state": RunState.RUNNING.value,
+        "error": None,
         "config": {
             "preset": settings.options.preset,
-            "training": asdict(training),
+            "training": asdict(settings.training),
             "engine": settings.config.model_dump(mode="json"),
             "notes": list(settings.notes),
             "text": source,
@@ -76,15 +62,46 @@ def make_report(
             "units": plan.units,
         },
         "first_step": first_step,
+        "budgets": {
+            "device": plan.placement.device_budget_nbytes,
+            "host": plan.placement.host_budget_nbytes,
+            "nvme": settings.config.nvme.budget or plan.placement.nvme_nbytes,
+        },
+        "plan": [asdict(row) for row in plan.table()],
+        "counters_at_start": counters,
+    }
+
+
+def make_report(
+    settings: RunSettings,
+    begun: Mapping[str, Any],
+    records: Sequence[StepRecord],
+    measured: Measured,
+    *,
+    interpreter_nbytes: int,
+    prediction: Prediction | None,
+    wear: Sequence[WearReport],
+) -> dict[str, Any]:
+    """The report of an offloaded run, without a baseline (`baseline` is null).
+
+    Args:
+        begun: what `begin_report` gave.
+    """
+    training, plan, counters = settings.training, measured.plan, measured.counters
+    step_seconds = [record.seconds for record in records]
+    budgets, first_step = begun["budgets"], begun["first_step"]
+    peaks = {tier: int(counters[f"{tier}/peak_bytes"]) for tier in ("device", "host")}
+    memory = _memory(settings, budgets, interpreter_nbytes, measured.trace_nbytes)
+    return {
+        **begun,
+        "state": RunState.FINISHED.value,
         "losses": [record.loss for record in records],
         "grad_norms": [record.grad_norm for record in records],
         "step_seconds": step_seconds,
         "tokens_per_second": training.tokens_per_step / seconds_of_a_step(step_seconds),
         "peak_rss_bytes": memory["peak_rss_bytes"],
         "memory": memory,
-        "budgets": budgets,
         "peaks": peaks | {"nvme": plan.placement.nvme_nbytes},
-        "plan": [asdict(row) for row in plan.table()],
         "traffic": asdict(measured.traffic),
         "expected_traffic": _expected(settings, plan, len(records), is_resumed=first_step > 0),
         "stalls": _by_prefix(counters, "stall/", "_s"),

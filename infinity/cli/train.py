@@ -56,11 +56,10 @@ def train(options: TrainOptions) -> None:
         raise InfinityError("the run ended without measurements")
     report = make_report(
         settings,
+        run.begun,
         run.records,
         run.measured,
-        first_step=run.first_step,
         interpreter_nbytes=interpreter_nbytes,
-        source=text.source,
         prediction=run.prediction,
         wear=run.wear,
     )

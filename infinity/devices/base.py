@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -35,8 +36,24 @@ class LinkDirection(Enum):
     D2H = "grad"
 
 
+@dataclass(frozen=True, slots=True)
+class LinkCopy:
+    """A copy between host and device that is over. Times on `time.perf_counter`'s clock.
+
+    Attributes:
+        start_s: when it was submitted; on the fake device when the link took it up.
+        end_s: when it was over, on CUDA when that was noticed.
+    """
+
+    direction: LinkDirection
+    label: str
+    nbytes: int
+    start_s: float
+    end_s: float
+
+
 class LinkStats:
-    """Bytes that crossed between host and device. Thread safe.
+    """Bytes that crossed between host and device, and who is told of every copy. Thread safe.
 
     The kind of a copy is the first word of a label of several words ("state blocks.3"); one word is a name only.
     """
@@ -44,6 +61,16 @@ class LinkStats:
     def __init__(self) -> None:
         self._nbytes: Counter[tuple[LinkDirection, str]] = Counter()
         self._lock = threading.Lock()
+        self._on_copy: Callable[[LinkCopy], None] | None = None
+
+    def watch(self, on_copy: Callable[[LinkCopy], None]) -> None:
+        """`on_copy` is told of every copy that is over from now on, in the thread that notices."""
+        self._on_copy = on_copy
+
+    def over(self, direction: LinkDirection, label: str, nbytes: int, start_s: float, end_s: float) -> None:
+        """A copy, whose bytes `add` has counted, is over."""
+        if self._on_copy is not None:
+            self._on_copy(LinkCopy(direction, label, nbytes, start_s, end_s))
 
     def add(self, direction: LinkDirection, label: str, nbytes: int) -> None:
         kind, space, _ = label.partition(" ")

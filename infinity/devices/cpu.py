@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,8 +40,9 @@ class CpuDevice(BudgetedDevice):
         self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
     ) -> Fence:
         check_copy(block, target, source, label, offset_nbytes)
+        start_s = time.perf_counter()
         fill(target, source)
-        self._traffic.add(LinkDirection.H2D, label, source.nbytes)
+        self._copied(LinkDirection.H2D, label, source.nbytes, start_s)
         return CompletedFence()
 
     def make_ready(self, fence: Fence) -> None:
@@ -57,12 +59,17 @@ class CpuDevice(BudgetedDevice):
         offset_nbytes: int = 0,
     ) -> Fence:
         check_copy(block, source, target, label, offset_nbytes)
+        start_s = time.perf_counter()
         if accumulate:
             add(target, source)
         else:
             fill(target, source)
-        self._traffic.add(LinkDirection.D2H, label, target.nbytes)
+        self._copied(LinkDirection.D2H, label, target.nbytes, start_s)
         return CompletedFence()
+
+    def _copied(self, direction: LinkDirection, label: str, nbytes: int, start_s: float) -> None:
+        self._traffic.add(direction, label, nbytes)
+        self._traffic.over(direction, label, nbytes, start_s, time.perf_counter())
 
     def host_register(self) -> Register | None:
         return None

@@ -85,6 +85,18 @@ class TicketFence:
 
 
 @dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A copy queued on a stream. Holding its tensors keeps their memory from being used again."""
+
+    event: torch.cuda.Event
+    tensors: tuple[torch.Tensor, ...]
+    label: str
+    direction: LinkDirection
+    nbytes: int
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Accumulation:
     """Device values to be added to host memory. Holding the source keeps its memory from being used again."""
 
@@ -107,7 +119,7 @@ class CudaDevice(BudgetedDevice):
             self._d2h = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         self._h2d_landing = _Landing(self._h2d, self._device)
         self._d2h_landing = _Landing(self._d2h, self._device)
-        self._in_flight: deque[tuple[torch.cuda.Event, tuple[torch.Tensor, ...]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._lock = threading.Lock()
         self._adder = _Adder(self._index, self._d2h)
         self._closed = False
@@ -144,6 +156,7 @@ class CudaDevice(BudgetedDevice):
         self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
     ) -> Fence:
         check_copy(block, target, source, label, offset_nbytes)
+        start_s = time.perf_counter()
         with torch.cuda.device(self._index):
             # [Note: three streams]: the target may be a block whose former user is still queued.
             self._h2d.wait_event(torch.cuda.current_stream().record_event())
@@ -154,7 +167,7 @@ class CudaDevice(BudgetedDevice):
                     for part, piece in self._h2d_landing.pieces(source.dtype, target, source):
                         piece.copy_(part.source, non_blocking=True)
                         part.target.data.copy_(piece)
-            fence = self._fence(self._h2d, label, source, target)
+            fence = self._fence(self._h2d, source, target, label, LinkDirection.H2D, start_s)
         self._traffic.add(LinkDirection.H2D, label, source.nbytes)
         return fence
 
@@ -176,11 +189,11 @@ class CudaDevice(BudgetedDevice):
     ) -> Fence:
         check_copy(block, source, target, label, offset_nbytes)
         self._traffic.add(LinkDirection.D2H, label, target.nbytes)
-        source = source.detach()
+        source, start_s = source.detach(), time.perf_counter()
         with torch.cuda.device(self._index):
             produced = torch.cuda.current_stream().record_event()
             if accumulate:
-                return TicketFence(self._adder.submit(source, target, produced, label))
+                return self._accumulate(source, target, produced, label, start_s)
             self._d2h.wait_event(produced)
             with torch.cuda.stream(self._d2h), torch.no_grad():
                 if source.dtype == target.dtype:
@@ -189,7 +202,7 @@ class CudaDevice(BudgetedDevice):
                     for part, piece in self._d2h_landing.pieces(target.dtype, target, source):
                         piece.copy_(part.source)
                         part.target.data.copy_(piece, non_blocking=True)
-            return self._fence(self._d2h, label, source, target)
+            return self._fence(self._d2h, source, target, label, LinkDirection.D2H, start_s)
 
     def host_register(self) -> Register | None:
         return self._register
@@ -202,21 +215,49 @@ class CudaDevice(BudgetedDevice):
         with self._lock:
             waiting = list(self._in_flight)
             self._in_flight.clear()
-        for event, _ in waiting:
-            CudaFence(event, "the last tensors").wait(_JOIN_TIMEOUT_S)
+        for copy in waiting:
+            CudaFence(copy.event, "the last tensors").wait(_JOIN_TIMEOUT_S)
 
-    def _fence(self, stream: torch.cuda.Stream, label: str, *tensors: torch.Tensor) -> CudaFence:
+    def _fence(
+        self,
+        stream: torch.cuda.Stream,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        label: str,
+        direction: LinkDirection,
+        start_s: float,
+    ) -> CudaFence:
         """An event after what was queued on the stream; the tensors live until it has passed."""
         event = _record(stream)
+        nbytes = source.nbytes if direction is LinkDirection.H2D else target.nbytes
         with self._lock:
-            self._in_flight.append((event, tensors))
+            self._in_flight.append(_InFlight(event, (source, target), label, direction, nbytes, start_s))
         self._reap()
         return CudaFence(event, label)
 
+    def _accumulate(
+        self, source: torch.Tensor, target: torch.Tensor, produced: torch.cuda.Event, label: str, start_s: float
+    ) -> TicketFence:
+        ticket, nbytes = self._adder.submit(source, target, produced, label), target.nbytes
+
+        def ended(over: Ticket) -> None:
+            if over.exception is None:
+                self._traffic.over(LinkDirection.D2H, label, nbytes, start_s, time.perf_counter())
+
+        ticket.add_done_callback(ended)
+        return TicketFence(ticket)
+
     def _reap(self) -> None:
         """Drop references that no stream needs any more. See [Note: no record_stream]."""
+        over: list[_InFlight] = []
         with self._lock:
-            self._in_flight = deque(entry for entry in self._in_flight if not _has_passed(entry[0]))
+            left: deque[_InFlight] = deque()
+            for copy in self._in_flight:
+                (over if _has_passed(copy.event) else left).append(copy)
+            self._in_flight = left
+        end_s = time.perf_counter()
+        for copy in over:
+            self._traffic.over(copy.direction, copy.label, copy.nbytes, copy.start_s, end_s)
 
     def _swallow_stale_error(self) -> None:
         """CUDA also keeps a failed call's error for whoever launches the next kernel; let that be this one."""

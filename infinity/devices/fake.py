@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Self
 
 import torch
@@ -73,11 +74,13 @@ class FakeDevice(BudgetedDevice):
         self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
     ) -> Fence:
         check_copy(block, target, source, label, offset_nbytes)
-        self._traffic.add(LinkDirection.H2D, label, source.nbytes)
+        nbytes = source.nbytes
+        self._traffic.add(LinkDirection.H2D, label, nbytes)
         if source.itemsize > target.itemsize:
             source = source.to(target.dtype)  # the region holds no more than the target
         region = _region(block)
         entry = self.gpu.start_upload(region, host_bytes(source), label, offset_nbytes=offset_nbytes)
+        self._will_be_over(LinkDirection.H2D, label, nbytes, entry.start_s, entry.end_s)
         return _Upload(self, region, offset_nbytes, source.dtype, target, label, entry.end_s)
 
     def make_ready(self, fence: Fence) -> None:
@@ -99,8 +102,9 @@ class FakeDevice(BudgetedDevice):
         self.gpu.write(region, host_bytes(source), offset_nbytes=offset_nbytes)
         if source.dtype == target.dtype and not accumulate:
             entry = self.gpu.start_download(region, host_bytes(target), label, offset_nbytes=offset_nbytes)
+            self._will_be_over(LinkDirection.D2H, label, target.nbytes, entry.start_s, entry.end_s)
             return _Timed(self.gpu.clock, label, entry.end_s)
-        end_s = 0.0
+        begin_s = end_s = self.gpu.clock.now_s()
         take = add if accumulate else fill
         with self._piece_lock:
             for part, start in self._pieces(source.dtype, target):
@@ -108,6 +112,7 @@ class FakeDevice(BudgetedDevice):
                 offset = offset_nbytes + start * source.itemsize
                 end_s = self.gpu.start_download(region, host_bytes(piece), label, offset_nbytes=offset).end_s
                 take(part, piece)
+        self._will_be_over(LinkDirection.D2H, label, target.nbytes, begin_s, end_s)
         return _Timed(self.gpu.clock, label, end_s)
 
     def host_register(self) -> Register | None:
@@ -126,6 +131,11 @@ class FakeDevice(BudgetedDevice):
                 piece = self._piece_of(dtype, part.numel())
                 self.gpu.read_into(region, host_bytes(piece), offset_nbytes=offset_nbytes + start * dtype.itemsize)
                 fill(part, piece)
+
+    def _will_be_over(self, direction: LinkDirection, label: str, nbytes: int, start_s: float, end_s: float) -> None:
+        """The times of a copy are known when it begins; they are of the device's clock, those of `LinkCopy` are not."""
+        shift_s = time.perf_counter() - self.gpu.clock.now_s()
+        self._traffic.over(direction, label, nbytes, start_s + shift_s, end_s + shift_s)
 
     def _pieces(self, dtype: torch.dtype, target: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
         """Parts of a tensor, with their first element, that fit in the piece buffer as elements of `dtype`."""

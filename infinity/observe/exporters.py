@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol, Self
@@ -47,13 +49,14 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One object per step and line. Each line is there as soon as it is written."""
+    """One object per step and line. Each line is there as soon as it is written. JSON has no NaN: it becomes null."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = _opened(Path(path))
 
     def write(self, step: int, values: Values) -> None:
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        row = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -150,9 +153,8 @@ class Rates:
         seconds = self._taken_s - before_s
         row = {"step/seconds": seconds / steps}
         for name, counter in _RATES.items():
-            row[name] = (self.counters.get(counter, 0.0) - before.get(counter, 0.0)) / seconds
-        stalled_s = self.counters.get("stall/total_s", 0.0) - before.get("stall/total_s", 0.0)
-        return row | {"step/stall_s": stalled_s / steps}
+            row[name] = _growth(before, self.counters, counter) / seconds
+        return row | {"step/stall_s": _growth(before, self.counters, "stall/total_s") / steps}
 
 
 class MetricsLog:
@@ -201,9 +203,10 @@ class MetricsLog:
             sink.write(number, row)
 
     def close(self) -> None:
-        """Close files and servers. Idempotent."""
-        for sink in self._sinks:
-            sink.close()
+        """Close files and servers, all of them, whatever goes wrong with one. Idempotent."""
+        with ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
 
     def __enter__(self) -> Self:
         return self
@@ -212,6 +215,12 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _growth(before: Values, now: Values, name: str) -> float:
+    """How much a counter grew; `engine.adopt()` lets counters start again."""
+    then, value = before.get(name, 0.0), now.get(name, 0.0)
+    return value - then if value >= then else value
 
 
 def _sink_of(path: str | Path) -> Sink:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-_GAUGES = re.compile(r"budget|held|peak|capacity|file_bytes|per_s$|per_block$|^step|loss|norm|^lr$")
+_ENGINE = re.compile(r"^(nvme|link|ranks|stall|readahead|order|optimizer)/")  # what else is there, loops pass in
+_GAUGES = re.compile(r"held|capacity|file_bytes|per_s$|per_block$")
 _DRIVE = re.compile(r"^nvme/drive(\d+)/(.+)$")
 _STALL = re.compile(r"^stall/(.+)_(s|count)$")
 
@@ -36,7 +37,7 @@ class _Collector:
         for key, value in self.row.items():
             name, labels = _name_of(key)
             labels |= self._labels
-            is_gauge = bool(_GAUGES.search(key))
+            is_gauge = not _ENGINE.match(key) or bool(_GAUGES.search(key))
             if name not in families:
                 family = GaugeMetricFamily if is_gauge else CounterMetricFamily
                 families[name] = family(name, f"{key} of engine.metrics()", labels=list(labels))

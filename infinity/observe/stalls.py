@@ -9,15 +9,19 @@ carries a residency report.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 
 from infinity.devices.base import Fence
+from infinity.observe.shortages import attach_report, reported
 from storage.errors import IoTimeoutError
 from storage.types import Ticket
 
 _POLL_S = 0.25
+_RECENT = 10
 
 
 class StallCause(StrEnum):
@@ -35,13 +39,28 @@ class StallCause(StrEnum):
     RANKS = "ranks"  # other ranks are not there yet, or their bytes are on the way
 
 
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """One wait of the training thread. Times on `time.perf_counter`'s clock.
+
+    Attributes:
+        waited_for: what it waited for; empty where the cause says it all.
+    """
+
+    cause: StallCause
+    waited_for: str
+    start_s: float
+    duration_s: float
+
+
 class StallClock:
     """Waits for tickets on behalf of the training thread and adds up the seconds by cause.
 
     Args:
         io_timeout_s: longest time without any progress.
         progress: a counter that grows with everything that completes.
-        report: text that tells what is in flight and where every shard is, for the timeout error.
+        report: text that tells what is in flight and where every shard is; errors of capacity and time carry it.
+        on_stall: called after every wait.
     """
 
     def __init__(
@@ -49,7 +68,7 @@ class StallClock:
         io_timeout_s: float,
         progress: Callable[[], int],
         report: Callable[[], str],
-        on_stall: Callable[[str, float, float], None] | None = None,
+        on_stall: Callable[[Stall], None] | None = None,
     ) -> None:
         self._io_timeout_s = io_timeout_s
         self._progress = progress
@@ -57,6 +76,7 @@ class StallClock:
         self._on_stall = on_stall
         self.seconds: dict[StallCause, float] = dict.fromkeys(StallCause, 0.0)
         self.counts: dict[StallCause, int] = dict.fromkeys(StallCause, 0)
+        self._recent: deque[Stall] = deque(maxlen=_RECENT)
 
     def wait(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None = None) -> None:
         """Wait for a ticket and raise what went wrong with it. A ready ticket costs a flag check.
@@ -67,8 +87,12 @@ class StallClock:
         Raises:
             IoTimeoutError: nothing made progress for `io_timeout_s` seconds.
         """
-        self.settle(ticket, cause, check)
-        ticket.result()
+        try:
+            self.settle(ticket, cause, check)
+            ticket.result()
+        except BaseException as error:
+            attach_report(error, self._report)
+            raise
 
     def settle(self, ticket: Ticket, cause: StallCause, check: Callable[[], None] | None = None) -> None:
         """Like `wait`, but a ticket that failed is as good as one that succeeded."""
@@ -81,8 +105,16 @@ class StallClock:
         Raises:
             IoTimeoutError: nothing made progress for `io_timeout_s` seconds.
         """
-        self.settle_fence(fence, label)
-        fence.wait()
+        try:
+            self.settle_fence(fence, label)
+            fence.wait()
+        except BaseException as error:
+            attach_report(error, self._report)
+            raise
+
+    def reporting(self) -> AbstractContextManager[None]:
+        """Errors of capacity and time that leave the block carry the report of where everything is."""
+        return reported(self._report)
 
     def settle_fence(self, fence: Fence, label: str) -> None:
         """Like `wait_fence`, but a copy that failed is as good as one that succeeded."""
@@ -106,7 +138,7 @@ class StallClock:
         try:
             self._wait(is_over, label, cause, check)
         finally:
-            self._charge(cause, started_s)
+            self._charge(cause, label, started_s)
 
     def _wait(
         self, is_over: Callable[[float], bool], label: str, cause: StallCause, check: Callable[[], None] | None
@@ -120,11 +152,12 @@ class StallClock:
             if now != seen:
                 seen, moved_s = now, time.monotonic()
             elif time.monotonic() - moved_s >= self._io_timeout_s:
-                raise IoTimeoutError(
+                stuck = IoTimeoutError(
                     f"no transfer made progress for {self._io_timeout_s:g} s while waiting for {label} "
-                    f"({cause.value}). The device is stuck or far too slow; check it, or raise nvme.io_timeout_s.\n"
-                    f"{self._report()}"
+                    f"({cause.value}). The device is stuck or far too slow; check it, or raise nvme.io_timeout_s"
                 )
+                attach_report(stuck, self._report)
+                raise stuck
 
     @contextmanager
     def charged(self, cause: StallCause) -> Iterator[None]:
@@ -133,14 +166,20 @@ class StallClock:
         try:
             yield
         finally:
-            self._charge(cause, started_s)
+            self._charge(cause, "", started_s)
 
-    def _charge(self, cause: StallCause, started_s: float) -> None:
-        stalled_s = time.perf_counter() - started_s
-        self.seconds[cause] += stalled_s
+    def _charge(self, cause: StallCause, waited_for: str, started_s: float) -> None:
+        stall = Stall(cause, waited_for, started_s, time.perf_counter() - started_s)
+        self.seconds[cause] += stall.duration_s
         self.counts[cause] += 1
+        self._recent.append(stall)
         if self._on_stall is not None:
-            self._on_stall(cause.value, started_s, stalled_s)
+            self._on_stall(stall)
+
+    @property
+    def recent(self) -> list[Stall]:
+        """The last waits, oldest first."""
+        return list(self._recent)
 
     @property
     def total_s(self) -> float:

@@ -1,8 +1,9 @@
-"""How long units ran, as spans of the trace."""
+"""How long units ran, as spans of the trace, and what the tiers held when they began and ended."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 
 from infinity.groups import Unit
 from infinity.observe.trace import Trace
@@ -13,14 +14,20 @@ class UnitTimeline:
     """Notes forwards and backwards of units. Owned by the training thread.
 
     A run that fails never ends; its beginning is forgotten when the unit begins again.
+
+    Args:
+        held: what each tier holds at the moment, in bytes; noted when it has changed.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, held: Mapping[str, Callable[[], int]]) -> None:
         self._trace = trace
+        self._held = dict(held)
+        self._last_nbytes = dict.fromkeys(held, -1)
         self._begun_s: dict[tuple[int, Phase], float] = {}
 
     def begins(self, unit: Unit, phase: Phase) -> None:
         """The unit is gathered, and what it computes comes next."""
+        self.note_held()
         self._begun_s[unit.index, phase] = time.perf_counter()
 
     def ends(self, unit: Unit, phase: Phase) -> None:
@@ -28,3 +35,12 @@ class UnitTimeline:
         begun_s = self._begun_s.pop((unit.index, phase), None)
         if begun_s is not None:
             self._trace.add(unit.name, phase.value, begun_s, time.perf_counter() - begun_s)
+        self.note_held()
+
+    def note_held(self) -> None:
+        """What the tiers hold now, where it is not what they held at the last look."""
+        for tier, now in self._held.items():
+            nbytes = now()
+            if nbytes != self._last_nbytes[tier]:
+                self._last_nbytes[tier] = nbytes
+                self._trace.held(tier, nbytes)

@@ -12,19 +12,21 @@ from typing import NamedTuple
 
 from torch.profiler import record_function
 
-from infinity.observe.chrome import write_chrome
+from infinity.observe.chrome import HELD, write_chrome
 
 _CAPACITY = 50_000
-_EVENT_NBYTES = 160  # a tuple and two numbers; names and tracks are shared
+_EVENT_NBYTES = 200  # a tuple and three numbers; names and tracks are shared
 
 
 class TraceEvent(NamedTuple):
-    """One span. Times in seconds on `time.perf_counter`'s clock.
+    """One span, or what a tier held at a moment. Times in seconds on `time.perf_counter`'s clock.
 
     Attributes:
-        name: of a unit, a shard or a cause.
-        category: what happened: "gather", "stall", "optimizer", "read", ...
-        track: the thread or the drive it happened on.
+        name: of a unit, a shard or a cause; of a tier.
+        category: what happened: "gather", "stall", "optimizer", "read", ... "held" is what a tier held.
+        track: the thread, the drive or the link it happened on.
+        nbytes: how much was moved or held; 0 where that says nothing.
+        detail: more about it; for a stall what was waited for.
     """
 
     name: str
@@ -32,6 +34,8 @@ class TraceEvent(NamedTuple):
     start_s: float
     duration_s: float
     track: str
+    nbytes: int = 0
+    detail: str = ""
 
 
 class Trace:
@@ -40,10 +44,24 @@ class Trace:
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._events: deque[TraceEvent] = deque(maxlen=capacity)
 
-    def add(self, name: str, category: str, start_s: float, duration_s: float, track: str | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        category: str,
+        start_s: float,
+        duration_s: float,
+        track: str | None = None,
+        *,
+        nbytes: int = 0,
+        detail: str = "",
+    ) -> None:
         """Note a span; without a track it belongs to the calling thread."""
         track = threading.current_thread().name if track is None else track
-        self._events.append(TraceEvent(name, category, start_s, duration_s, track))
+        self._events.append(TraceEvent(name, category, start_s, duration_s, track, nbytes, detail))
+
+    def held(self, tier: str, nbytes: int) -> None:
+        """Note what a tier holds now."""
+        self._events.append(TraceEvent(tier, HELD, time.perf_counter(), 0.0, tier, nbytes))
 
     @contextmanager
     def phase(self, name: str, category: str) -> Iterator[None]:

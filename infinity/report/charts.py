@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinity.plan.timeline import graph_objects
+from infinity.report.palette import SERIES, colour_of, colour_of_cause, name_of
 from infinity.report.record import RunRecord
 
 _MIB = 1 << 20
 _MOST_SPANS = 6000  # more make the page slow to zoom; the newest steps are shown
 _STALL_PREFIX, _STALL_SUFFIX = "stall/", "_s"
+_ROW_PX, _HELD_PX, _REST_PX = 26, 150, 150
+_NOT_SHOWN = ("use forward", "use backward")  # moments, not spans
+# Top to bottom: what computes, what it waits for, then along the way of the bytes.
+_TRACK_ORDER = ("training thread: units", "training thread", "optimizer", "link")
 
 
 def losses(record: RunRecord) -> Any | None:
@@ -19,6 +24,7 @@ def losses(record: RunRecord) -> Any | None:
     if not values:
         return None
     figure = _figure("loss", "step")
+    figure.update_yaxes(rangemode="normal")
     figure.add_scatter(x=_steps(record), y=values, name="loss", mode=_mode(values))
     baseline = record.run.get("baseline")
     if baseline:
@@ -35,10 +41,11 @@ def step_times(record: RunRecord) -> Any | None:
     stalls = stalls_by_step(record)
     rest = list(seconds)
     for cause, values in stalls.items():
-        rest = [left - value for left, value in zip(rest, values, strict=True)]
-        figure.add_scatter(x=_steps(record), y=values, name=f"waiting: {cause}", stackgroup="step", line_width=0.5)
-    name = "everything else" if stalls else "step"
-    figure.add_scatter(x=_steps(record), y=rest, name=name, stackgroup="step", line_width=0.5)
+        rest = [max(left - value, 0.0) for left, value in zip(rest, values, strict=True)]
+        name, line = f"waiting: {cause.replace('_', ' ')}", {"width": 0.5, "color": colour_of_cause(cause)}
+        figure.add_scatter(x=_steps(record), y=values, name=name, stackgroup="step", line=line)
+    name, line = "everything else" if stalls else "step", {"width": 0.5, "color": SERIES[0]}
+    figure.add_scatter(x=_steps(record), y=rest, name=name, stackgroup="step", line=line)
     if (predicted := record.run.get("prediction", {}).get("step_seconds")) is not None:
         figure.add_hline(y=predicted, line_dash="dash", annotation_text="predicted")
     return figure
@@ -53,7 +60,7 @@ def stalls_by_step(record: RunRecord) -> dict[str, list[float]]:
     ]
     found = {}
     for key in causes:
-        values = _growth(record.steps, key)
+        values = _growth(record, key)
         if len(values) == len(record.run["step_seconds"]) and any(values):
             found[key.removeprefix(_STALL_PREFIX).removesuffix(_STALL_SUFFIX)] = values
     return found
@@ -66,8 +73,13 @@ def tiers(record: RunRecord) -> Any | None:
     figure = _figure("MiB", "step")
     for tier in ("device", "host"):
         held = [row["counters"].get(f"{tier}/held_bytes", 0) / _MIB for row in record.steps]
-        figure.add_scatter(x=_steps(record), y=held, name=f"{tier} held", mode=_mode(held))
-        figure.add_hline(y=record.run["budgets"][tier] / _MIB, line_dash="dot", annotation_text=f"{tier} budget")
+        peak = [row["counters"].get(f"{tier}/peak_bytes", 0) / _MIB for row in record.steps]
+        colour = colour_of(tier)
+        figure.add_scatter(x=_steps(record), y=held, name=f"{tier} held", mode=_mode(held), line_color=colour)
+        if any(peak):
+            line = {"color": colour, "width": 1, "dash": "dot"}
+            figure.add_scatter(x=_steps(record), y=peak, name=f"{tier} at most so far", mode="lines", line=line)
+        figure.add_hline(y=record.run["budgets"][tier] / _MIB, line_dash="dash", annotation_text=f"{tier} budget")
     return figure
 
 
@@ -76,9 +88,9 @@ def drives(record: RunRecord) -> Any | None:
     if not record.steps:
         return None
     figure = _figure("MB/s", "step")
-    for number, drive in enumerate(record.run.get("drives", [])):
+    for number, drive in enumerate(_drives(record)):
         for way in ("read", "write"):
-            moved = _growth(record.steps, f"nvme/drive{number}/{way}_bytes")
+            moved = _growth(record, f"nvme/drive{number}/{way}_bytes")
             rates = [n / row["step_seconds"] / 1e6 for n, row in zip(moved, record.steps, strict=True)]
             if any(rates):
                 figure.add_scatter(x=_steps(record), y=rates, name=f"{drive['directory']} {way}", mode=_mode(rates))
@@ -88,35 +100,103 @@ def drives(record: RunRecord) -> Any | None:
     return figure if figure.data else None
 
 
+def _drives(record: RunRecord) -> list[dict[str, Any]]:
+    """The drives with their measured speeds; those of a run that is not finished are known by their counters alone."""
+    if "drives" in record.run:
+        return list(record.run["drives"])
+    counters = record.steps[-1]["counters"]
+    found: list[dict[str, Any]] = []
+    while f"nvme/drive{(number := len(found))}/read_bytes" in counters:
+        speeds = {key: counters.get(f"nvme/drive{number}/{key}") for key in ("read_bytes_per_s", "write_bytes_per_s")}
+        found.append({"directory": f"drive {number}"} | speeds)
+    return found
+
+
 def timeline(record: RunRecord) -> Any | None:
-    """The newest spans of the trace, a row per track; zoom with the mouse, the wheel or the arrow keys."""
+    """The newest spans of the trace, a row per track, and what the tiers held meanwhile; zoom to look closer."""
     if not record.spans:
         return None
-    go = graph_objects()
-    newest = sorted(record.spans, key=lambda span: span["ts"])[-_MOST_SPANS:]
+    figure = graph_objects().Figure()
+    newest = sorted((s for s in record.spans if s["cat"] not in _NOT_SHOWN), key=lambda span: span["ts"])[-_MOST_SPANS:]
     origin = newest[0]["ts"]
-    figure = go.Figure()
-    for track in sorted({span["track"] for span in newest}, reverse=True):
-        mine = [span for span in newest if span["track"] == track]
+    tracks = sorted({span["track"] for span in newest}, key=_track_place)
+    for category in _outermost_first(newest):
+        mine = [span for span in newest if span["cat"] == category]
         figure.add_bar(
-            name=track,
-            y=[track] * len(mine),
-            base=[(span["ts"] - origin) / 1e6 for span in mine],
-            x=[span["dur"] / 1e6 for span in mine],
-            text=[f"{span['cat']} {span['name']}" for span in mine],
+            name=name_of(category),
+            y=[span["track"] for span in mine],
+            base=[round((span["ts"] - origin) / 1e6, 6) for span in mine],
+            x=[round(span["dur"] / 1e6, 6) for span in mine],
+            text=[_label(span) for span in mine],
             hovertemplate="%{text}<br>from %{base:.4f} s, %{x:.4f} s<extra></extra>",
             textposition="none",
             orientation="h",
-            marker_line_width=0.5,
+            width=0.8,
+            marker={"color": colour_of(category), "line": {"width": 0}},
         )
-    figure.update_layout(barmode="overlay", xaxis_title="seconds", showlegend=False, height=80 + 26 * len(figure.data))
-    figure.update_yaxes(automargin=True)
+    height_px = _REST_PX + _ROW_PX * len(tracks)
+    held = [each for each in record.held if each["ts"] >= origin]
+    if held:
+        _add_held(figure, record, held, origin)
+        share = _HELD_PX / (height_px + _HELD_PX)
+        figure.update_layout(
+            yaxis={"domain": [share + 0.06, 1.0]},
+            yaxis2={"domain": [0.0, share - 0.02], "anchor": "x", "title": {"text": "% of budget"}, "range": [0, 105]},
+            xaxis={"anchor": "y2"},
+        )
+        height_px += _HELD_PX
+    figure.update_layout(barmode="overlay", xaxis_title="seconds", showlegend=True, height=height_px)
+    figure.update_layout(
+        yaxis={
+            "automargin": True,
+            "categoryorder": "array",
+            "categoryarray": list(reversed(tracks)),
+            "fixedrange": True,
+        }
+    )
     return figure
+
+
+def _outermost_first(spans: Sequence[dict[str, Any]]) -> list[str]:
+    """Categories, those with the longest spans first: what is drawn later lies on top, and inner spans have to."""
+    longest: dict[str, float] = {}
+    for span in spans:
+        longest[span["cat"]] = max(longest.get(span["cat"], 0.0), span["dur"])
+    return sorted(longest, key=lambda category: -longest[category])
+
+
+def _add_held(figure: Any, record: RunRecord, held: Sequence[dict[str, Any]], origin_us: float) -> None:
+    """Lines of what device and host held, as shares of their budgets."""
+    for tier in ("device", "host"):
+        mine = [each for each in held if each["name"] == tier]
+        budget = record.run["budgets"].get(tier)
+        if mine and budget:
+            figure.add_scatter(
+                x=[round((each["ts"] - origin_us) / 1e6, 6) for each in mine],
+                y=[round(100 * each["bytes"] / budget, 2) for each in mine],
+                name=f"{tier} held",
+                mode="lines",
+                line={"shape": "hv", "width": 1.5, "color": colour_of(tier)},
+                hovertemplate=f"{tier}: %{{y:.1f}} % of its budget at %{{x:.4f}} s<extra></extra>",
+                yaxis="y2",
+            )
+
+
+def _track_place(track: str) -> tuple[int, str]:
+    """Where a track stands: known ones in their order, drives by name below."""
+    place = next((n for n, start in enumerate(_TRACK_ORDER) if track.startswith(start)), len(_TRACK_ORDER))
+    return place, track
+
+
+def _label(span: dict[str, Any]) -> str:
+    waited_for = span.get("args", {}).get("waited for")
+    return f"{name_of(span['cat'])} {span['name']}" + (f": {waited_for}" if waited_for else "")
 
 
 def _figure(value: str, along: str) -> Any:
     figure = graph_objects().Figure()
     figure.update_layout(yaxis_title=value, xaxis_title=along, yaxis_rangemode="tozero", showlegend=True)
+    figure.update_layout(colorway=list(SERIES))
     return figure
 
 
@@ -130,10 +210,8 @@ def _mode(values: Sequence[float]) -> str:
     return "lines+markers" if len(values) < 50 else "lines"
 
 
-def _growth(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """How much a counter grew in each step; the first step counts from where the run began."""
-    totals = [float(row["counters"].get(key, 0.0)) for row in rows]
-    if not totals:
-        return []
-    began = totals[0] if key.startswith("nvme/") else 0.0  # initialisation has written before the first step
-    return [max(after - before, 0.0) for before, after in zip([began, *totals], totals, strict=False)]
+def _growth(record: RunRecord, key: str) -> list[float]:
+    """How much a counter grew in each step; what initialisation moved before the first step is not part of it."""
+    totals = [float(row["counters"].get(key, 0.0)) for row in record.steps]
+    before = [float(record.run.get("counters_at_start", {}).get(key, 0.0)), *totals]
+    return [max(now - then, 0.0) for then, now in zip(before, totals, strict=False)]

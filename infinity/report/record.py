@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
 
 RUN_FILE, METRICS_FILE, TRACE_FILE = "run.json", "metrics.jsonl", "trace.json"
-_NEEDED = ("config", "model", "losses", "step_seconds", "budgets", "stalls", "traffic")
+_NEEDED = ("config", "model", "budgets")
+_MEASURED = ("losses", "step_seconds", "stalls", "traffic")
+_STALL_PREFIX, _STALL_SUFFIX = "stall/", "_s"
+
+
+class RunState(StrEnum):
+    """How far a run has come; see `infinity.cli.recording`."""
+
+    RUNNING = "running"
+    FAILED = "failed"
+    FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +30,21 @@ class RunRecord:
     """A run.
 
     Attributes:
-        run: the object of `infinity train --json`.
+        run: the object of `infinity train --json`. Of a run that is not finished, what its rows tell.
         steps: the rows of `--metrics`, one per step; empty where it was not asked for.
         spans: complete events of `--trace` ("ts" and "dur" in µs), each with its track's name under "track"; likewise.
+        held: what tiers held ("ts" in µs, "name" of the tier, "bytes"), from the trace too.
     """
 
     name: str
     run: dict[str, Any]
     steps: list[dict[str, Any]] = field(default_factory=list)
     spans: list[dict[str, Any]] = field(default_factory=list)
+    held: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def state(self) -> RunState:
+        return RunState(self.run.get("state", RunState.FINISHED))
 
     @classmethod
     def load(cls, path: Path) -> RunRecord:
@@ -38,7 +56,9 @@ class RunRecord:
         folder = path if path.is_dir() else None
         file = path / RUN_FILE if folder else path
         run = _read_json(file)
-        missing = [key for key in _NEEDED if not isinstance(run, dict) or key not in run]
+        is_finished = not isinstance(run, dict) or run.get("state", RunState.FINISHED) == RunState.FINISHED
+        needed = (*_NEEDED, *_MEASURED) if is_finished else _NEEDED
+        missing = [key for key in needed if not isinstance(run, dict) or key not in run]
         if missing:
             raise ConfigError(
                 f"{file}: is not what `infinity train --json` writes (without {', '.join(missing)}); give its file, or "
@@ -46,7 +66,26 @@ class RunRecord:
             )
         if folder is None:
             return cls(path.stem, run)
-        return cls(path.resolve().name, run, _read_lines(path / METRICS_FILE), _read_spans(path / TRACE_FILE))
+        steps = _read_lines(path / METRICS_FILE)
+        if not is_finished:
+            run = _measured_by(steps, run.get("counters_at_start", {})) | run
+        return cls(path.resolve().name, run, steps, *_read_trace(path / TRACE_FILE))
+
+
+def _measured_by(steps: Sequence[dict[str, Any]], at_start: dict[str, float]) -> dict[str, Any]:
+    """What the rows of a run that is not finished tell of it."""
+    last = steps[-1]["counters"] if steps else {}
+    stalls = {
+        name.removeprefix(_STALL_PREFIX).removesuffix(_STALL_SUFFIX): value - at_start.get(name, 0.0)
+        for name, value in last.items()
+        if name.startswith(_STALL_PREFIX) and name.endswith(_STALL_SUFFIX)
+    }
+    return {
+        "losses": [row["loss"] for row in steps],
+        "step_seconds": [row["step_seconds"] for row in steps],
+        "stalls": stalls,
+        "traffic": {},
+    }
 
 
 def _read_json(path: Path) -> Any:
@@ -71,9 +110,10 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_spans(path: Path) -> list[dict[str, Any]]:
+def _read_trace(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Spans, and what tiers held."""
     if not path.exists():
-        return []
+        return [], []
     rows = _read_json(path).get("traceEvents", [])
     names = {
         (row["pid"], row["name"], row["tid"]): row["args"]["name"]
@@ -85,4 +125,10 @@ def _read_spans(path: Path) -> list[dict[str, Any]]:
         place = names.get((row["pid"], "process_name", 0), "")
         return f"{place}: {names.get((row['pid'], 'thread_name', row['tid']), row['tid'])}"
 
-    return [row | {"track": track(row)} for row in rows if row.get("ph") == "X"]
+    spans = [row | {"track": track(row)} for row in rows if row.get("ph") == "X"]
+    held = [
+        {"ts": row["ts"], "name": row["name"].removesuffix(" bytes"), "bytes": row["args"]["bytes"]}
+        for row in rows
+        if row.get("ph") == "C"
+    ]
+    return spans, held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_REMEDIES: Mapping[str, str] = {
+REMEDIES: Mapping[str, str] = {
     "nvme_read": "larger batches or micro_batches, more host memory, another drive, state_format='int8'",
     "nvme_write": "a drive that writes faster, more host memory",
     "optimizer": "schedule='deferred' where host memory holds all gradients, more optimizer_threads",
@@ -20,4 +20,4 @@ _REMEDIES: Mapping[str, str] = {
 
 def remedy_of(cause: str) -> str:
     """One line; empty for a cause that has none."""
-    return _REMEDIES.get(cause, "")
+    return REMEDIES.get(cause, "")

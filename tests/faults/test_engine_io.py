@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.observe.shortages import report_of
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import IoError, IoTimeoutError, ReadError, StorageError, SwapFullError, WriteError
@@ -198,7 +199,7 @@ def test_stuck_read(offload: MakeEngine, drive: Callable[[], FaultyBackend], sch
             drive().inject(Fault.STUCK, op=Op.READ, times=None, when=_is("/state"))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    report = str(stuck.value)
+    report = str(report_of(stuck.value))
     assert "residency:" in report
     assert "in flight:" in report
     assert "read of " in report
@@ -208,10 +209,11 @@ def test_stuck_read(offload: MakeEngine, drive: Callable[[], FaultyBackend], sch
 def test_stuck_write(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
     model, engine, optimizer = _make(offload, "synchronous", nvme={"io_timeout_s": 0.6})
     drive().inject(Fault.STUCK, op=Op.WRITE, times=None)
-    with pytest.raises(IoTimeoutError, match="write of "):
+    with pytest.raises(IoTimeoutError, match="write of ") as stuck:
         for number in range(3):
             train(model, optimizer, number)
             engine.metrics()
+    assert "in flight:\n  write of " in str(report_of(stuck.value))
     engine.close()
 
 
@@ -238,7 +240,7 @@ def test_a_gradient_that_never_leaves_the_device(
         with pytest.raises(IoTimeoutError, match=r"from the device|no transfer made progress") as stuck:
             for number in range(1, 4):
                 train(model, optimizer, number)
-    assert "residency:" in str(stuck.value)
+    assert "residency:" in str(report_of(stuck.value))
     engine.close()
 
 
@@ -262,7 +264,7 @@ def test_a_shard_that_never_reaches_the_device(
         with pytest.raises(IoTimeoutError, match=r"to the device|no transfer made progress") as stuck:
             for number in range(1, 4):
                 train(model, optimizer, number)
-    assert "residency:" in str(stuck.value)
+    assert "residency:" in str(report_of(stuck.value))
     engine.close()
 
 

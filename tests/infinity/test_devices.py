@@ -1,6 +1,7 @@
 """Devices copy exactly, count what they copy, keep to their budget, and order copies with compute."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import DeviceConfig, DeviceKind, Precision
-from infinity.devices.base import Device, DeviceBlock, LinkDirection, LinkStats
+from infinity.devices.base import Device, DeviceBlock, LinkCopy, LinkDirection, LinkStats
 from infinity.devices.cpu import CpuDevice, has_fast_bf16
 from infinity.devices.cuda import CudaFence, TicketFence
 from infinity.devices.fake import FakeDevice, host_bytes
@@ -176,6 +177,23 @@ def test_traffic_counts_the_host_side(device: Device) -> None:
     assert (device.traffic.h2d_nbytes, device.traffic.d2h_nbytes) == (240, 400)
     assert device.traffic.by_kind(LinkDirection.H2D) == {"param": 200, "state": 40}
     assert device.traffic.by_kind(LinkDirection.D2H) == {"grad": 400}
+
+
+def test_every_copy_is_told_with_its_times(device: Device) -> None:
+    told: list[LinkCopy] = []
+    device.traffic.watch(told.append)
+    begun_s = time.perf_counter()
+    upload(device, values(300, torch.bfloat16), torch.zeros(300), label="blocks.0")
+    for accumulate in (False, True):
+        download(device, values(200, torch.float32), torch.zeros(200), accumulate=accumulate)
+    assert [(copy.direction, copy.nbytes) for copy in told] == [
+        (LinkDirection.H2D, 600),
+        (LinkDirection.D2H, 800),
+        (LinkDirection.D2H, 800),
+    ]
+    assert told[0].label == "blocks.0"
+    for copy in told:
+        assert begun_s <= copy.start_s <= copy.end_s
 
 
 def test_budget_is_a_ceiling(device: Device) -> None:

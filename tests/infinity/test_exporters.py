@@ -4,7 +4,7 @@ import csv
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -211,3 +211,60 @@ def test_bad_files_are_refused_and_what_was_opened_is_closed(tmp_path: Path) -> 
         MetricsLog(Counting(), [tmp_path / "none" / "m.prom"])
     with pytest.raises(infinity.ConfigError, match="every=0"):
         MetricsLog(Counting(), [], every=0)
+
+
+def test_a_loss_that_is_no_number_is_null_in_json_lines(tmp_path: Path) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    with MetricsLog(Counting(), [tmp_path / "run.jsonl"]) as log:
+        log.step(loss=float("nan"), best=float("-inf"), lr=1e-3)
+    row = json.loads((tmp_path / "run.jsonl").read_text(), parse_constant=refuse)
+    assert (row["loss"], row["best"], row["lr"]) == (None, None, 1e-3)
+
+
+def test_counters_that_start_again_give_no_negative_rate() -> None:
+    """`engine.adopt()` makes the parts that count anew."""
+    engine, run = Counting(), _Run()
+    log = MetricsLog(engine, [run])
+    engine.values = {"nvme/read_bytes": 1e9, "stall/total_s": 5.0}
+    log.step()
+    engine.values = {"nvme/read_bytes": 1e3, "stall/total_s": 0.5}
+    log.step()
+    assert run.rows[1]["step/nvme_read_bytes_per_s"] > 0
+    assert run.rows[1]["step/stall_s"] == 0.5
+
+
+def test_what_a_loop_passes_in_is_no_counter_to_prometheus(tmp_path: Path) -> None:
+    with MetricsLog(Counting(), [PrometheusFile(tmp_path / "run.prom")]) as log:
+        log.step(accuracy=0.5, tokens_per_second=10.0)
+    text = (tmp_path / "run.prom").read_text()
+    assert "# TYPE infinity_accuracy gauge" in text
+    assert "infinity_accuracy 0.5" in text
+    assert "# TYPE infinity_nvme_read_bytes_total counter" in text
+
+
+def test_all_sinks_are_closed_whatever_goes_wrong_with_one(tmp_path: Path) -> None:
+    class Broken(_Run):
+        def close(self) -> None:
+            raise OSError("the disk is full")
+
+    run = _Run()
+    log = MetricsLog(Counting(), [run, Broken()])
+    with pytest.raises(OSError, match="the disk is full"):
+        log.close()
+    assert run.is_closed
+
+
+class _Run:
+    """A sink that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.is_closed = False
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows.append(dict(values))
+
+    def close(self) -> None:
+        self.is_closed = True

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.observe.shortages import report_of
 from infinity.views import Views
 from tests.conftest import MakeEngine
 from tests.mechanics.test_iterations import nothing_gathered, train
@@ -146,8 +147,9 @@ def test_refusals(offload: MakeEngine) -> None:
     with pytest.raises(infinity.ConfigError, match="no parameter of an offloaded model"), infinity.gathered(model):
         pass
     offload(model, device={"kind": "cpu", "budget": "100KiB"}, schedule="synchronous")
-    with pytest.raises(infinity.DeviceOutOfMemoryError), infinity.gathered(model):
+    with pytest.raises(infinity.DeviceOutOfMemoryError) as full, infinity.gathered(model):
         pass
+    assert "\ndevice: " in str(report_of(full.value))
     with pytest.raises(infinity.NotGatheredError):
         model.get_parameter("head.weight").sum()
 
@@ -291,12 +293,14 @@ def test_kept_views_are_named_when_memory_runs_out(offload: MakeEngine) -> None:
     model = build(Net)
     engine = offload(model, device={"budget": "96KiB"})
     views = []
-    with pytest.raises(infinity.DeviceOutOfMemoryError, match="keep a clone instead"):
+    with pytest.raises(infinity.DeviceOutOfMemoryError, match="keep a clone instead") as full:
         for name, _ in list(model.named_parameters()):
             with infinity.gathered(model.get_parameter(name)):
                 views.append(model.get_parameter(name).detach())
         loss_of(model, batch(0)).backward()
+    assert "\ndevice: " in str(report_of(full.value))
     views.clear()
+    del full
     gc.collect()  # the frames of the exception
     train(model, infinity.AdamW(model.parameters()), 0)
     nothing_gathered(engine)

@@ -60,7 +60,7 @@ class Bench:
         self.made_room: list[FlatGroup] = []
         self.ahead: DeviceBlock | None = None
         self.stalls = StallClock(20.0, progress=lambda: 0, report=lambda: "")
-        memory = DeviceMemory(self.device)
+        memory = DeviceMemory(self.device, str)
         blocks = GradientBlocks(memory, self.stalls)
         memory.ask(blocks.free_first, self._free_ahead)
         self.sink = GradientSink(

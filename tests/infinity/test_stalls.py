@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from infinity.observe.stalls import StallCause, StallClock
-from storage.errors import IoTimeoutError, ReadError
+from infinity.errors import PlacementError
+from infinity.observe.shortages import report_of
+from infinity.observe.stalls import Stall, StallCause, StallClock
+from storage.errors import CapacityError, IoTimeoutError, ReadError, SwapFullError
 from storage.types import Ticket
 
 TIMEOUT_S = 0.05
@@ -16,9 +18,7 @@ def constant() -> int:
     return 7
 
 
-def clock(
-    progress: Callable[[], int] = constant, on_stall: Callable[[str, float, float], None] | None = None
-) -> StallClock:
+def clock(progress: Callable[[], int] = constant, on_stall: Callable[[Stall], None] | None = None) -> StallClock:
     return StallClock(TIMEOUT_S, progress, lambda: "where everything is", on_stall)
 
 
@@ -70,7 +70,9 @@ def test_standing_still_is_a_timeout_with_a_report() -> None:
     text = str(caught.value)
     assert "no transfer made progress for 0.05 s while waiting for shard blocks.3 (gradient_read)" in text
     assert "raise nvme.io_timeout_s" in text
-    assert text.endswith("\nwhere everything is")
+    report = report_of(caught.value)
+    assert report is not None
+    assert report.endswith("\nwhere everything is")
 
 
 def test_standing_still_after_progress_is_a_timeout() -> None:
@@ -85,7 +87,9 @@ def test_the_report_is_made_only_for_a_timeout() -> None:
     reports: list[int] = []
     ticket = Ticket("read")
     stalls = StallClock(
-        TIMEOUT_S, progress_then(ticket.set_done, looks=2), lambda: reports.append(1) or "report"  # type: ignore[func-returns-value]
+        TIMEOUT_S,
+        progress_then(ticket.set_done, looks=2),
+        lambda: reports.append(1) or "report",  # type: ignore[func-returns-value]
     )
     stalls.wait(ticket, StallCause.NVME_READ)
     assert reports == []
@@ -97,21 +101,56 @@ def test_the_report_is_made_only_for_a_timeout() -> None:
 
 
 def test_seconds_add_up_by_cause() -> None:
-    seen: list[tuple[str, float, float]] = []
+    seen: list[Stall] = []
     causes = [StallCause.NVME_READ, StallCause.OPTIMIZER, StallCause.NVME_READ]
-    stalls = StallClock(TIMEOUT_S, constant, str, lambda *stall: seen.append(stall))
-    for cause in causes:
+    stalls = StallClock(TIMEOUT_S, constant, str, seen.append)
+    for number, cause in enumerate(causes):
         with pytest.raises(IoTimeoutError):
-            stalls.wait(Ticket("stuck"), cause)
-    assert [name for name, _, _ in seen] == ["nvme_read", "optimizer", "nvme_read"]
+            stalls.wait(Ticket(f"stuck {number}"), cause)
+    assert [(stall.cause.value, stall.waited_for) for stall in seen] == [
+        ("nvme_read", "stuck 0"),
+        ("optimizer", "stuck 1"),
+        ("nvme_read", "stuck 2"),
+    ]
+    assert stalls.recent == seen
     for cause in StallCause:
-        of_cause = [duration_s for name, _, duration_s in seen if name == cause.value]
+        of_cause = [stall.duration_s for stall in seen if stall.cause is cause]
         assert stalls.counts[cause] == len(of_cause)
         assert stalls.seconds[cause] == sum(of_cause)
         assert all(duration_s >= TIMEOUT_S for duration_s in of_cause)
-    assert stalls.total_s == pytest.approx(sum(duration_s for _, _, duration_s in seen))
-    starts = [started_s for _, started_s, _ in seen]
+    assert stalls.total_s == pytest.approx(sum(stall.duration_s for stall in seen))
+    starts = [stall.start_s for stall in seen]
     assert starts == sorted(starts)
+
+
+def test_only_the_last_waits_are_kept() -> None:
+    stalls = clock()
+    for _ in range(100):
+        with stalls.charged(StallCause.RANKS):
+            pass
+    assert stalls.counts[StallCause.RANKS] == 100
+    assert len(stalls.recent) == 10
+
+
+@pytest.mark.parametrize("error", [CapacityError("full"), SwapFullError("full"), PlacementError("no room")])
+def test_errors_of_capacity_carry_the_report_once(error: Exception) -> None:
+    failed = Ticket("demand of blocks.3")
+    failed.set_exception(error)
+    stalls = clock()
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            stalls.wait(failed, StallCause.NVME_READ)
+    with pytest.raises(type(error)), stalls.reporting():
+        raise error
+    assert error.__notes__ == ["Where everything was (engine.report()):\nwhere everything is"]
+
+
+def test_other_errors_carry_no_report() -> None:
+    failed = Ticket("read")
+    failed.set_exception(ReadError("cannot read blocks.3"))
+    with pytest.raises(ReadError) as caught:
+        clock().wait(failed, StallCause.NVME_READ)
+    assert report_of(caught.value) is None
 
 
 def test_what_went_wrong_with_the_ticket_is_raised() -> None:

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 import infinity
 from infinity.observe.chrome import chrome_rows
 from infinity.observe.trace import Trace, TraceEvent
+from tests.infinity import chrome_format
 
 
 def chrome(trace: Trace, folder: Path) -> dict[str, Any]:
     path = folder / "trace.json"
     trace.write_chrome(path)
     loaded: dict[str, Any] = json.loads(path.read_text())
+    chrome_format.check(loaded)
     return loaded
 
 
@@ -100,23 +102,44 @@ def test_transfers_that_overlap_get_lanes_of_their_own(times: list[tuple[int, in
 
 def test_arrows_follow_a_shard_from_read_to_write() -> None:
     events = [
-        TraceEvent("a", "read", 0.0, 1.0, "/nvme0"),
-        TraceEvent("b", "read", 0.0, 9.0, "/nvme0"),  # of another shard
-        TraceEvent("a", "optimizer", 2.0, 1.0, "worker"),
-        TraceEvent("a", "write", 3.5, 1.0, "/nvme0"),
+        TraceEvent("blocks.1/fp32", "read", 0.0, 1.0, "/nvme0"),
+        TraceEvent("blocks.0/fp32", "read", 0.0, 9.0, "/nvme0"),  # of another shard
+        TraceEvent("blocks.1/fp32", "h2d", 1.0, 1.0, "link"),
+        TraceEvent("blocks.1", "backward", 2.0, 2.0, "MainThread"),
+        TraceEvent("blocks.1.mlp.weight", "d2h", 4.0, 1.0, "link"),
+        TraceEvent("blocks.1/fp32/state0", "read", 3.0, 1.0, "/nvme0"),
+        TraceEvent("blocks.1/fp32/state0", "optimizer", 5.0, 1.0, "worker"),
+        TraceEvent("blocks.1/fp32/state0", "write", 6.5, 1.0, "/nvme0"),
+        TraceEvent("blocks.10", "forward", 8.0, 1.0, "MainThread"),  # not blocks.1, and nothing was uploaded for it
     ]
     rows = list(chrome_rows(events))
     flows = [row for row in rows if row["ph"] in "sf"]
-    assert [(row["name"], row["ph"]) for row in flows] == [
-        ("read → optimizer", "s"),
-        ("read → optimizer", "f"),
-        ("optimizer → write", "s"),
-        ("optimizer → write", "f"),
+    assert [row["name"] for row in flows if row["ph"] == "s"] == [
+        "read → upload",
+        "read → update",
+        "update → write",
+        "upload → compute",
+        "compute → download",
+        "download → update",
     ]
+    assert [row["id"] for row in flows if row["ph"] == "s"] == [row["id"] for row in flows if row["ph"] == "f"]
     spans = [row for row in rows if row["ph"] == "X"]
+    assert [row["name"] for row in spans] == [event.name for event in events]
     for row in flows:  # each end lies in a slice of its track
         inside = [s for s in spans if s["tid"] == row["tid"] and s["ts"] <= row["ts"] <= s["ts"] + s["dur"]]
         assert inside
+
+
+def test_what_a_tier_holds_is_a_counter_and_what_is_waited_for_is_told(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.held("host", 4096)
+    trace.add("nvme_read", "stall", 1.0, 0.5, detail="demand of blocks.3")
+    trace.add("blocks.3", "h2d", 1.0, 0.5, "link", nbytes=512)
+    rows = chrome(trace, tmp_path)["traceEvents"]
+    assert [(row["name"], row["args"]) for row in rows if row["ph"] == "C"] == [("host bytes", {"bytes": 4096})]
+    assert [row["args"] for row in rows if row["ph"] == "X"] == [{"waited for": "demand of blocks.3"}, {"bytes": 512}]
+    named = {row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert named == {"tiers", "host", "training thread", "stalls", "link", "host to device 1"}
 
 
 def test_a_run_shows_units_engine_updates_and_drives(tmp_path: Path) -> None:
@@ -149,7 +172,15 @@ def test_a_run_shows_units_engine_updates_and_drives(tmp_path: Path) -> None:
     assert sorted(row["name"] for row in rows if row.get("cat") == "backward") == sorted(forwards)
     assert [row["name"] for row in rows if row.get("cat") == "step"] == ["0", "1", "2"]
     arrows = {row["name"] for row in rows if row["ph"] == "s"}
-    assert arrows == {"read → gather", "read → optimizer", "optimizer → write"}
+    ways = {"read → upload", "upload → compute", "compute → download", "download → update"}
+    assert arrows == ways | {"read → update", "update → write"}
+    assert {"link", "host to device 1", "device to host 1", "tiers", "device", "host", "nvme"} <= named
+    assert {row["name"] for row in rows if row["ph"] == "C"} == {"device bytes", "host bytes", "nvme bytes"}
+    crossed = {
+        way: sum(row.get("args", {}).get("bytes", 0) for row in rows if row.get("cat") == way) for way in ("h2d", "d2h")
+    }
+    assert crossed == {way: moved[f"link/{way}_bytes"] for way in ("h2d", "d2h")}
+    assert all(row["args"]["waited for"] for row in rows if row.get("cat") == "stall")
     n_of = {op: sum(event.category == op for event in transfers) for op in ("read", "write")}
     assert n_of == {op: moved[f"nvme/{op}_operations"] for op in n_of}
     profiled = {event.key for event in profile.key_averages()}

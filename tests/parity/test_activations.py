@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.observe.shortages import report_of
 from tests.conftest import MakeEngine
 from tests.parity.loops import Loop, assert_parity, train_offloaded
 from tests.zoo import Attention, Net, batch, build, loss_of
@@ -126,8 +127,9 @@ def test_too_small_a_budget_is_refused_with_the_arithmetic_and_the_engine_goes_o
     model = build(Net)
     engine = offload(model, **settings_for("host", inputs=1))
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-    with pytest.raises(infinity.PlacementError, match=r"activations\.host_budget = .*Raise it to at least"):
+    with pytest.raises(infinity.PlacementError, match=r"activations\.host_budget = .*Raise it to at least") as refusal:
         loss_of(model, wide_batch(0))
+    assert "activations: " in str(report_of(refusal.value))
     optimizer.zero_grad()
     loss_of(model, wide_batch(0)[:1]).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -148,9 +150,7 @@ class _Fails(nn.Module):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_forward_that_fails_leaves_nothing_open(
-    offload: MakeEngine, policy: str, error: type[BaseException]
-) -> None:
+def test_a_forward_that_fails_leaves_nothing_open(offload: MakeEngine, policy: str, error: type[BaseException]) -> None:
     """Hooks for saved tensors that stayed open would change every later graph of this thread."""
 
     def make() -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.observe.shortages import report_of
 from storage.errors import SwapFullError
 from tests.conftest import MakeEngine
 from tests.parity import model_kinds as kinds
@@ -56,8 +57,9 @@ def test_gradients_that_wait_for_the_end_of_backward_do_so_in_the_swap_file(
 def test_gradients_that_wait_get_no_space_beyond_the_budget(offload: MakeEngine) -> None:
     loop, chosen = Loop(kinds.ReturnsParameters, steps=1), {"schedule": "overlapped", "host": {"budget": "210KiB"}}
     nvme_nbytes = offload(build(loop.make), **chosen).plan.placement.nvme_nbytes
-    with pytest.raises(SwapFullError, match=r"nvme\.budget allows\. Raise it, or use schedule='synchronous'"):
+    with pytest.raises(SwapFullError, match=r"nvme\.budget allows\. Raise it, or use schedule='synchronous'") as full:
         train_offloaded(loop, lambda model: offload(model, nvme={"budget": nvme_nbytes}, **chosen))
+    assert "drives:\n" in str(report_of(full.value))
 
 
 class _ReturnsMany(kinds.Stack):
@@ -79,6 +81,7 @@ def test_gradients_that_wait_without_swap_files_need_host_memory(offload: MakeEn
     )
     with pytest.raises(infinity.PlacementError, match=r"no swap files") as refusal:
         train_offloaded(loop, lambda model: offload(model, schedule="overlapped", host={"budget": budget}))
+    assert "residency:" in str(report_of(refusal.value))
     named = re.search(r"host\.budget of (\d+) bytes", str(refusal.value))
     assert named
     plain = train_plain(loop)

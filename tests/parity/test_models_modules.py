@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.observe.shortages import report_of
 from tests.conftest import MakeEngine
 from tests.parity import model_kinds as kinds
 from tests.parity.loops import Loop, assert_same, smallest_budget, train_offloaded, train_plain
@@ -106,6 +107,7 @@ def test_memory_that_only_running_shows(offload: MakeEngine, make: Callable[[], 
     for _ in range(4):  # a forward that fails has shown a part only
         with pytest.raises(infinity.DeviceOutOfMemoryError, match="that shows only now") as refusal:
             _train(offload, loop, budget, schedule)
+        assert "\ndevice: " in str(report_of(refusal.value))
         named = re.search(r"smallest device budget that works is .* \((\d+) bytes\)$", str(refusal.value))
         assert named
         assert int(named[1]) > budget

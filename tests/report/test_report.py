@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from infinity.cli.records import StepRecord
 from infinity.errors import ConfigError
 from infinity.report.charts import drives, losses, stalls_by_step, step_times, tiers, timeline
 from infinity.report.page import page
-from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunRecord
+from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunRecord, RunState
 from infinity.report.remedies import remedy_of
+from storage.backends.base import Backend
+from storage.backends.faulty import Fault, FaultyBackend
+from storage.types import Op
 from tests.cli.command import call
+from tests.drives import wrap_drives
 
 pytest.importorskip("plotly", reason="the page needs the extra 'report'")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -34,12 +39,15 @@ _QUIET = [
     "--virtual-time-budget=20000",
     "--enable-logging=stderr",
 ]
+_COUNTED = ("nvme/drive0/read_bytes", "nvme/drive0/write_bytes", "stall/nvme_read_s", "stall/link_s")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 
 
 def run_of(n_steps: int) -> dict[str, Any]:
     """What `train --json` writes, as far as the page reads it."""
     return {
+        "state": "finished",
+        "error": None,
         "config": {"preset": "tiny <&>"},
         "environment": {"python": "3.11"},
         "model": {"parameters": 1000, "state_bytes": 12000, "units": 2},
@@ -48,7 +56,9 @@ def run_of(n_steps: int) -> dict[str, Any]:
         "step_seconds": [0.5] * n_steps,
         "budgets": {"device": 1 << 20, "host": 2 << 20, "nvme": 0},
         "stalls": {"nvme_read": 0.1 * n_steps, "link": 0.0, "total": 0.1 * n_steps},
-        "traffic": {},
+        "counters_at_start": dict.fromkeys(_COUNTED, 0.0),
+        "traffic": {"per_step": [{"nvme_read_bytes": 100, "nvme_write_bytes": 50}] * n_steps},
+        "expected_traffic": [{"nvme_read_bytes": 100, "nvme_write_bytes": 100}] * n_steps,
         "drives": [{"directory": "/mnt/nvme0", "read_bytes_per_s": 2e9, "write_bytes_per_s": None}],
         "prediction": {"step_seconds": 0.4, "measured_seconds": 0.5} if n_steps else {"step_seconds": None},
         "wear": [],
@@ -79,7 +89,17 @@ def record_of(n_steps: int) -> RunRecord:
         {"name": "blocks.0", "cat": "forward", "ts": 10.0 * n, "dur": 5.0, "track": "training thread: units"}
         for n in range(n_steps)
     ]
-    return RunRecord("test", run_of(n_steps), rows_of(n_steps), spans)
+    held = [{"ts": 10.0 * n, "name": "host", "bytes": 1 << 20} for n in range(n_steps)]
+    return RunRecord("test", run_of(n_steps), rows_of(n_steps), spans, held)
+
+
+def unfinished(folder: Path, n_steps: int, **more: Any) -> RunRecord:
+    """A run that has not come to its end, from its files."""
+    kept = ("config", "environment", "model", "first_step", "budgets", "counters_at_start")
+    begun = {key: value for key, value in run_of(n_steps).items() if key in kept}
+    (folder / RUN_FILE).write_text(json.dumps(begun | {"state": "running"} | more))
+    (folder / METRICS_FILE).write_text("\n".join(map(json.dumps, rows_of(n_steps))))
+    return RunRecord.load(folder)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +118,9 @@ def test_a_recorded_run_has_every_figure(recorded: Path) -> None:
     record = RunRecord.load(recorded)
     for make in (losses, step_times, tiers, drives, timeline):
         assert make(record) is not None, make.__name__
-    assert {span["track"] for span in record.spans} >= {"training thread: units", "optimizer: updates"}
+    tracks = {span["track"] for span in record.spans}
+    assert tracks >= {"training thread: units", "optimizer: updates", "link: host to device 1"}
+    assert {each["name"] for each in record.held} == {"device", "host", "nvme"}
     waited = stalls_by_step(record)
     assert sum(map(sum, waited.values())) == pytest.approx(record.run["stalls"]["total"], abs=0.05)
     code, output, _ = call("report", recorded)
@@ -120,6 +142,83 @@ def test_an_empty_run_says_so() -> None:
     html = page(RunRecord("empty", run_of(0)))
     assert "before its first step" in html
     assert "No trace was recorded" in html
+
+
+def test_a_run_that_is_not_finished_has_a_page_of_its_rows(tmp_path: Path) -> None:
+    record = unfinished(tmp_path, 3)
+    assert record.run["losses"] == [1.0] * 3
+    assert record.run["stalls"]["nvme_read"] == pytest.approx(0.3)
+    html = page(record)
+    assert "Not finished.</strong> This run has not ended, or its process was killed: 3 steps" in html
+    for name in ("losses", "steps", "tiers", "drives"):
+        assert f'id="figure-{name}"' in html
+
+
+def test_a_run_that_failed_says_why_and_where_everything_was(tmp_path: Path) -> None:
+    error = {"type": "SwapFullError", "message": "SwapFullError: no room <here>", "report": "residency: <all>"}
+    html = page(unfinished(tmp_path, 2, state="failed", error=error))
+    assert "Failed after 2 steps." in html
+    assert "SwapFullError: no room &lt;here&gt;" in html
+    assert "residency: &lt;all&gt;" in html
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+    assert "Failed after 0 steps." in page(unfinished(tmp_path, 0, state="failed", error=None))
+
+
+def test_the_first_step_has_its_own_traffic_only() -> None:
+    record = record_of(2)
+    record.run["counters_at_start"]["nvme/drive0/read_bytes"] = 4e5  # what initialisation moved
+    figure = drives(record)
+    assert figure is not None
+    assert list(figure.data[0].y) == pytest.approx([1.2, 2.0])  # 0.6 and 1 MB in 0.5 s
+
+
+def test_predicted_stands_beside_measured() -> None:
+    html = page(record_of(3))
+    section = html.split('id="prediction"')[1].split("<h2")[0]
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", section) == [
+        *("seconds of a step", "0.4000", "0.5000", "-20.0%"),
+        *("read in the last step", "100 B", "100 B", "exact"),
+        *("written in the last step", "100 B", "50 B", "+100.0%"),
+    ]
+
+
+def test_time_adds_up_to_the_whole(tmp_path: Path) -> None:
+    section = page(record_of(4)).split('id="stalls"')[1].split("<h2")[0]
+    shares = [float(share) for share in re.findall(r"width:([\d.]+)%", section)]
+    assert sum(shares) == pytest.approx(100, abs=0.01)
+    assert shares == pytest.approx([80, 20], abs=0.01)
+    assert remedy_of("nvme_read").split(",")[0] in section
+
+
+def test_a_failed_run_leaves_a_record(tmp_path: Path) -> None:
+    """A transfer that is stuck ends the run; its steps, its trace and where everything was are there to look at."""
+    (tmp_path / "swap").mkdir()
+    options = ("--preset", "tiny", "--layers", "2", "--steps", "20", "--device", "cpu", "--nvme", tmp_path / "swap")
+    with pytest.MonkeyPatch.context() as patched:
+        wrap_drives(patched, _stuck_after(20))
+        code, _, error = call("train", *options, "--io-timeout", "0.5", "--record", tmp_path / "run")
+    assert code == 1
+    assert "Where everything was (engine.report()):" in error
+    record = RunRecord.load(tmp_path / "run")
+    assert record.state is RunState.FAILED
+    assert record.run["error"]["type"] == "IoTimeoutError"
+    assert "residency:" in record.run["error"]["report"]
+    assert len(record.steps) == len(record.run["losses"])
+    assert record.spans
+    assert "Failed after" in page(record)
+
+
+def _stuck_after(n_transfers: int) -> Callable[[Backend], Backend]:
+    """Backends that stand still after so many transfers."""
+
+    def wrap(backend: Backend) -> Backend:
+        faulty = FaultyBackend(backend)
+        faulty.inject(Fault.STUCK, op=Op.READ, times=None, skip=n_transfers)
+        return faulty
+
+    return wrap
 
 
 def test_a_file_alone_is_enough(tmp_path: Path) -> None:
