@@ -74,10 +74,7 @@ class GradientSpill:
             lease.release()
             if reservation is not None:
                 reservation.release()
-            if written.exception is None:
-                landed.set_done()
-            else:
-                landed.set_exception(written.exception)
+            landed.complete(written.exception)
 
         written.add_done_callback(land)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Protocol
 
 from storage.ordering import KeyOrder, Operation
@@ -55,35 +56,30 @@ class SimulatedIo(ABC):
         """Transfers submitted and not finished, as "read of KEY", in order of submission."""
         return [operation.ticket.label for operation in self._submitted_s]
 
-    def submit_read(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = Priority.READ_AHEAD,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket:
+    @property
+    def submit_read(self) -> Submit:
         """As `storage.store.ShardStore.submit_read`."""
-        return self._submit(Op.READ, key, offset, memory, priority, tag)
+        return partial(self._submit, Op.READ, priority=Priority.READ_AHEAD)
 
-    def submit_write(
+    @property
+    def submit_write(self) -> Submit:
+        """As `storage.store.ShardStore.submit_write`."""
+        return partial(self._submit, Op.WRITE, priority=Priority.WRITE)
+
+    def _submit(
         self,
+        op: Op,
         key: str,
         memory: memoryview,
         *,
         offset: int = 0,
-        priority: Priority = Priority.WRITE,
+        priority: Priority,
         tag: TrafficTag,
         payload_nbytes: int | None = None,
     ) -> Ticket:
-        """As `storage.store.ShardStore.submit_write`."""
-        return self._submit(Op.WRITE, key, offset, memory, priority, tag)
-
-    def _submit(self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag) -> Ticket:
+        payload_nbytes = len(memory) if payload_nbytes is None else payload_nbytes
         ticket = Ticket(f"{op.value} of {key}")
-        operation = Operation(op, key, offset, memory, priority, tag, len(memory), ticket)
+        operation = Operation(op, key, offset, memory, priority, tag, payload_nbytes, ticket)
         self._submitted_s[operation] = asyncio.get_running_loop().time()
         if self._orders.setdefault(key, KeyOrder()).add(operation):
             self._begin(operation)
@@ -94,10 +90,7 @@ class SimulatedIo(ABC):
         del self._submitted_s[operation]
         for free in self._orders[operation.key].remove(operation, error):
             self._begin(free)
-        if error is None:
-            operation.ticket.set_done()
-        else:
-            operation.ticket.set_exception(error)
+        operation.ticket.complete(error)
 
     @abstractmethod
     def _begin(self, operation: Operation) -> None:

@@ -46,12 +46,7 @@ def find_run_folders(directory: Path) -> list[FoundFolder]:
     Raises:
         NotADirectoryError, FileNotFoundError: `directory` is not a directory.
     """
-    found = []
-    for path in sorted(directory.iterdir()):
-        if path.is_dir() and not path.is_symlink() and _FOLDER_NAME.fullmatch(path.name):
-            with claim(path) as is_free:
-                found.append(look(path, is_free=is_free))
-    return found
+    return [look(path, is_free=is_free) for path, is_free in claimed(directory, _FOLDER_NAME)]
 
 
 def remove_dead(directory: Path) -> list[FoundFolder]:
@@ -62,16 +57,30 @@ def remove_dead(directory: Path) -> list[FoundFolder]:
         OSError: a dead folder cannot be removed.
     """
     removed = []
-    for folder in find_run_folders(directory):
-        with claim(folder.path) as is_free:
-            if is_free and not folder.is_alive:
-                shutil.rmtree(folder.path)
-                removed.append(folder)
+    for path, is_free in claimed(directory, _FOLDER_NAME):
+        folder = look(path, is_free=is_free)
+        if is_free and not folder.is_alive:
+            shutil.rmtree(path)
+            removed.append(folder)
     return removed
 
 
+def claimed(directory: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, bool]]:
+    """The folders in a directory that have such a name, and whether nobody else holds their lock, by name.
+
+    The lock of each is held until the next one is asked for, against other cleaners.
+
+    Raises:
+        NotADirectoryError, FileNotFoundError: `directory` is not a directory.
+    """
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink() and name.fullmatch(path.name):
+            with _claim(path) as is_free:
+                yield path, is_free
+
+
 @contextmanager
-def claim(path: Path) -> Iterator[bool]:
+def _claim(path: Path) -> Iterator[bool]:
     """Whether nobody else holds the lock of a run folder; if so, it is held meanwhile, against other cleaners."""
     try:
         fd = os.open(path / OWNER_FILE, os.O_RDWR | os.O_CLOEXEC)

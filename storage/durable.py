@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -27,7 +28,10 @@ from storage.errors import IntegrityError, SwapInUseError
 from storage.extents import ExtentAllocator
 from storage.swapfile import OWNER_FILE, SwapFile, boot_id, make_directory_error
 
+_log = logging.getLogger(__name__)
+
 DURABLE_PREFIX = "versioned-rank"
+_OWNER_NBYTES = 512  # of the lock file, at least
 
 
 def durable_folder(directory: Path, rank: int = 0) -> Path:
@@ -64,8 +68,10 @@ class DurableFolder:
             "started": psutil.Process().create_time(),
             "run": run_name,
         }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
+        # In place, so that it takes no room on a full disk; and before the end is cut, so that it is never empty.
+        data = json.dumps(owner).encode().ljust(_OWNER_NBYTES)
+        os.pwrite(self._fd, data, 0)
+        os.ftruncate(self._fd, len(data))
 
     def _lock(self) -> None:
         try:
@@ -102,10 +108,14 @@ class DurableFolder:
     def close(self) -> None:
         """Let go of the folder; what is in it stays. Idempotent."""
         if self._fd >= 0:
-            if self._owner_pid == os.getpid():
-                self._note_owner(self._run_name, boot="")  # no process of this boot uses it, though this one lives on
-            os.close(self._fd)
-            self._fd = -1
+            try:
+                if self._owner_pid == os.getpid():
+                    self._note_owner(self._run_name, boot="")  # nobody of this boot uses it, though this process lives on
+            except OSError as error:  # it only matters where locks do not work
+                _log.warning("%s: could not note that nobody uses it: %s", self.path, error.strerror)
+            finally:
+                os.close(self._fd)
+                self._fd = -1
 
 
 @dataclass(frozen=True, slots=True)

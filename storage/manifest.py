@@ -233,9 +233,13 @@ class Manifest:
         """Make the generation that was kept the last one again; the one after it is gone.
 
         Raises:
+            IntegrityError: it cannot be read.
             StorageError: none was kept, or the database could not be written to.
         """
-        found = self._settings()
+        try:
+            found = self._settings()
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
         if "generation_before" not in found:
             raise StorageError(f"{self.path} keeps no generation before {self.generation} to go back to")
         generation, step = int(str(found["generation_before"])), int(str(found["step_before"]))

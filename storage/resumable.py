@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.cleanup import FoundFolder, claim, look
+from storage.cleanup import FoundFolder, claimed, look
 from storage.durable import DURABLE_PREFIX
 from storage.errors import StorageError
 from storage.manifest import MANIFEST_FILE, Manifest
@@ -39,12 +39,7 @@ def find_durable(directory: Path) -> list[FoundRun]:
     Raises:
         NotADirectoryError, FileNotFoundError: `directory` is not a directory.
     """
-    found = []
-    for path in sorted(directory.iterdir()):
-        if path.is_dir() and not path.is_symlink() and _FOLDER_NAME.fullmatch(path.name):
-            with claim(path) as is_free:
-                found.append(FoundRun(look(path, is_free=is_free), _step_of(path)))
-    return found
+    return [_found(path, is_free=is_free) for path, is_free in claimed(directory, _FOLDER_NAME)]
 
 
 def remove_durable(directory: Path, *, with_resumable: bool) -> list[FoundRun]:
@@ -58,12 +53,16 @@ def remove_durable(directory: Path, *, with_resumable: bool) -> list[FoundRun]:
         OSError: a folder cannot be removed.
     """
     removed = []
-    for found in find_durable(directory):
-        with claim(found.folder.path) as is_free:
-            if is_free and not found.folder.is_alive and (with_resumable or not found.is_resumable):
-                shutil.rmtree(found.folder.path)
-                removed.append(found)
+    for path, is_free in claimed(directory, _FOLDER_NAME):
+        found = _found(path, is_free=is_free)
+        if is_free and not found.folder.is_alive and (with_resumable or not found.is_resumable):
+            shutil.rmtree(path)
+            removed.append(found)
     return removed
+
+
+def _found(path: Path, *, is_free: bool) -> FoundRun:
+    return FoundRun(look(path, is_free=is_free), _step_of(path))
 
 
 def _step_of(folder: Path) -> int | None:

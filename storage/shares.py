@@ -15,7 +15,9 @@ from storage.types import Op
 
 MIN_PIECE_NBYTES = 1 << 20  # smaller pieces cost more operations than another drive gains
 QUANTUM_NBYTES = 256 << 10  # pieces are cut at multiples of it, so that what one frees the next one fits into
-_HYSTERESIS = 0.125  # a new layout has to be faster by this much: speeds are measured, and never twice the same
+# A new layout has to be faster by this much: speeds are measured, and never twice the same. What is lost by staying is
+# no more than that, and moving costs no transfer.
+_HYSTERESIS = 0.0625
 
 
 @dataclass(frozen=True, slots=True)

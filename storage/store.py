@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from storage.align import PAGE_NBYTES, is_aligned
+from storage.align import is_aligned
 from storage.backends.cost import IoCost
 from storage.backends.system import without_frames
 from storage.checksums import READ_BACK_KIND, Checksum, KeyChecksums
@@ -25,6 +23,7 @@ from storage.reserve import check_arguments, open_all, reserve
 from storage.space import DriveReport, Space
 from storage.stats import IoStats
 from storage.transfer import FailedPart, StoredKey, Transfers
+from storage.transfer_arguments import as_pages, check_span
 from storage.types import Op, Priority, Ticket, TrafficTag
 
 __all__ = ["ShardStore", "StorageOptions"]
@@ -286,7 +285,7 @@ class ShardStore:
         tag: TrafficTag,
         payload_nbytes: int | None,
     ) -> Ticket:
-        memory = _as_pages(op, key, memory)
+        memory = as_pages(op, key, memory)
         nbytes = len(memory)
         ticket = Ticket(f"{op.value} of {key} ({nbytes} bytes at {offset})")
         payload_nbytes = nbytes if payload_nbytes is None else payload_nbytes
@@ -294,7 +293,7 @@ class ShardStore:
         with self._lock:
             self._check_open()
             entry = self._entry(key)
-            _check_span(key, entry.nbytes, offset, nbytes)
+            check_span(key, entry.nbytes, offset, nbytes)
             if not entry.order.operations:
                 self._place(entry, operation)  # first, so that nothing has happened yet when there is no room
             self._plan(entry, operation)
@@ -348,12 +347,15 @@ class ShardStore:
     def _hand_over(self, entry: StoredKey, operation: Operation) -> Ticket:
         """Give an operation's pieces to the backends; a ticket for all of them."""
         error = self._make_ready(entry, operation)
-        if error is not None:
-            failed = Ticket(operation.ticket.label)
-            failed.set_exception(error)
-            return failed
-        operation.started_s = time.perf_counter()
-        return self._transfers.start(operation)
+        if error is None:
+            operation.started_s = time.perf_counter()
+            try:
+                return self._transfers.start(operation)
+            except Exception as problem:  # such as no memory for what is read back: the ticket carries it
+                error = without_frames(problem)
+        failed = Ticket(operation.ticket.label)
+        failed.set_exception(error)
+        return failed
 
     def _make_ready(self, entry: StoredKey, operation: Operation) -> BaseException | None:
         """Find out where an operation's bytes are, and what it fails with if it must not start."""
@@ -381,10 +383,7 @@ class ShardStore:
             self._space.free(operation.left)
             if operation.op is Op.WRITE and error is None:
                 self._space.note_written(operation.pieces, operation.start, operation.stop)
-        if error is None:
-            operation.ticket.set_done()
-        else:
-            operation.ticket.set_exception(error)
+        operation.ticket.complete(error)
         return freed
 
     def _ended(self, entry: StoredKey, operation: Operation, error: BaseException | None) -> None:
@@ -402,29 +401,3 @@ class _Ended:
 
     def __call__(self, ticket: Ticket) -> None:
         self.store._ended(self.entry, self.operation, ticket.exception)
-
-
-def _check_span(key: str, size: int, offset: int, nbytes: int) -> None:
-    if not is_aligned(offset):
-        raise ValueError(f"a transfer at offset {offset} of key {key!r}: offsets are multiples of 4096")
-    if offset < 0 or offset + nbytes > size:
-        raise ValueError(f"a transfer of {nbytes} bytes at {offset} leaves key {key!r}, which has {size} bytes")
-
-
-def _as_pages(op: Op, key: str, memory: memoryview) -> memoryview:
-    """The memory as bytes, if a transfer can use it."""
-    nbytes = memory.nbytes
-    if not nbytes or not is_aligned(nbytes):
-        raise ValueError(f"a {op.value} of {nbytes} bytes for key {key!r}: sizes are positive multiples of 4096")
-    if not memory.c_contiguous:
-        raise ValueError(f"the memory of a {op.value} for key {key!r} is not contiguous")
-    if op is Op.READ and memory.readonly:
-        raise ValueError(f"the memory of a read for key {key!r} cannot be written to")
-    pages = memory.cast("B")
-    address = int(np.frombuffer(pages, np.uint8).__array_interface__["data"][0])
-    if not is_aligned(address, PAGE_NBYTES):
-        raise ValueError(
-            f"the memory of a {op.value} for key {key!r} starts at address {address:#x}, which is not a multiple of "
-            f"{PAGE_NBYTES}; lease it from a HostPool"
-        )
-    return pages

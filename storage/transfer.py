@@ -216,13 +216,7 @@ def _then(ticket: Ticket, action: Callable[[BaseException | None], Ticket | None
         if following is None:
             ended.set_done()
         else:
-            following.add_done_callback(finish)
-
-    def finish(done: Ticket) -> None:
-        if done.exception is None:
-            ended.set_done()
-        else:
-            ended.set_exception(done.exception)
+            following.add_done_callback(lambda last: ended.complete(last.exception))
 
     ticket.add_done_callback(go_on)
     return ended

@@ -72,13 +72,14 @@ class Ticket:
 
     def set_done(self) -> None:
         """Complete successfully. Only the first completion counts."""
-        self._complete(None)
+        self.complete(None)
 
     def set_exception(self, exception: BaseException) -> None:
         """Complete with an exception. Only the first completion counts."""
-        self._complete(exception)
+        self.complete(exception)
 
-    def _complete(self, exception: BaseException | None) -> None:
+    def complete(self, exception: BaseException | None) -> None:
+        """Complete in either way: successfully when there is no exception. Only the first completion counts."""
         with self._lock:
             if self.done:
                 return
@@ -177,10 +178,7 @@ class _Join:
             self._error = self._error or ticket.exception
             is_last = self._count == 0
         if is_last:
-            if self._error is None:
-                self._joined.set_done()
-            else:
-                self._joined.set_exception(self._error)
+            self._joined.complete(self._error)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:

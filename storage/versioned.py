@@ -25,8 +25,9 @@ from pathlib import Path
 from storage.checksums import Checksum
 from storage.drives import StorageOptions, WrapBackend
 from storage.durable import open_durable_drive, open_folder
-from storage.errors import IntegrityError, IoTimeoutError, StorageError, WriteError
+from storage.errors import IoTimeoutError, StorageError, WriteError
 from storage.filesystems import sync_data
+from storage.key_records import entries_of, record_of
 from storage.manifest import MANIFEST_FILE, Before, CommitPoint, KeyRecord, Manifest, used_spans
 from storage.ordering import Operation
 from storage.reserve import check_arguments, reserve
@@ -134,7 +135,11 @@ class VersionedStore(ShardStore):
                 checksum=Checksum(options.checksum),
                 on_commit_point=on_commit_point,
             )
-        store._restore(records)
+        try:
+            store._take_up(records)
+        except BaseException:
+            store.close()
+            raise
         return store
 
     @property
@@ -173,8 +178,13 @@ class VersionedStore(ShardStore):
         Args:
             dtype: kept for whoever reads the store later.
             is_volatile: no commit keeps it, and writes overwrite it in place.
+
+        Raises:
+            ValueError: as in ShardStore; or a volatile key has the name of one that was deleted since the last commit.
         """
         with self._gate:
+            if is_volatile and key in self._changed and key not in self._keys:
+                raise ValueError(f"key {key!r} was deleted since the last commit; commit, then it may become volatile")
             super().create(key, nbytes)
             with self._lock:
                 if is_volatile:
@@ -248,11 +258,13 @@ class VersionedStore(ShardStore):
         """Go back to the generation that the last commit kept, before `forget_before`; otherwise as `roll_back`.
 
         Raises:
-            StorageError: none was kept; or as `roll_back`.
+            StorageError: none was kept; nothing has changed.
+            IoTimeoutError, IntegrityError, ClosedError: as `roll_back`.
         """
         with self._gate:
+            self._come_to_rest(timeout_s)
             self._manifest.go_back()
-            self.roll_back(timeout_s)
+            self._take_up(self._manifest.load())
 
     def roll_back(self, timeout_s: float | None = None) -> None:
         """Go back to the last commit: every key is as it was then, what came later is gone. Volatile keys stay.
@@ -261,35 +273,32 @@ class VersionedStore(ShardStore):
 
         Raises:
             IoTimeoutError: transfers did not end in time; nothing has changed.
-            IntegrityError: the manifest cannot be read any more.
+            IntegrityError: the manifest cannot be read any more; nothing has changed.
+            ClosedError: the store is closed.
         """
         with self._gate:
-            if not self.drain(timeout_s):
-                raise IoTimeoutError(f"going back to step {self.step}: transfers go on")
-            records = self._manifest.load()
-            with self._lock:
-                self._check_open()
-                self._keys = {key: entry for key, entry in self._keys.items() if key in self._volatile}
-                volatile = [piece for entry in self._keys.values() for piece in entry.pieces]
-                self._space.go_back([piece for record in records for piece in record.pieces], volatile)
-                self._changed, self._dtypes, self._kept = set(), {}, []
-                self._restore(records)
+            self._come_to_rest(timeout_s)
+            self._take_up(self._manifest.load())
 
     # Parts -----------------------------------------------------------------------------------------------------
 
-    def _restore(self, records: Sequence[KeyRecord]) -> None:
-        """Take the keys over as a generation has them."""
-        for record in records:
-            checksums = self._make_checksums(record.key, record.nbytes)
-            if checksums is not None and record.states:
-                try:
-                    checksums.restore(record.digests, record.states, record.spans)
-                except (ValueError, TypeError) as error:
-                    self.close()
-                    raise IntegrityError(f"{self._manifest.path}: {error}", key=record.key) from error
-                checksums.generation = record.generation
-            self._keys[record.key] = StoredKey(record.nbytes, record.pieces, checksums)
-            self._dtypes[record.key] = record.dtype
+    def _come_to_rest(self, timeout_s: float | None) -> None:
+        with self._lock:
+            self._check_open()
+        if not self.drain(timeout_s):
+            raise IoTimeoutError(f"going back from step {self.step}: transfers go on")
+
+    def _take_up(self, records: Sequence[KeyRecord]) -> None:
+        """Make the keys those of a generation."""
+        restored = entries_of(records, self._checksum, self._manifest.path)
+        with self._lock:
+            self._check_open()
+            self._keys = {key: entry for key, entry in self._keys.items() if key in self._volatile}
+            volatile = [piece for entry in self._keys.values() for piece in entry.pieces]
+            self._space.go_back([piece for record in records for piece in record.pieces], volatile)
+            self._keys |= restored
+            self._dtypes = {record.key: record.dtype for record in records}
+            self._changed, self._kept = set(), []
 
     def _snapshot(self, step: int, notes: Mapping[str, bytes], before: Before) -> _Snapshot:
         """Note what is to be committed; from now on nobody overwrites it. Called under the lock; no write is in flight.
@@ -305,7 +314,12 @@ class VersionedStore(ShardStore):
                     f"step {step} cannot be committed: the write of {start} to {stop} of {key!r} failed"
                 ) from cause
         changed, self._changed = sorted(self._changed), set()
-        records = [self._record(key, step) for key in changed if key in self._keys]
+        generation = self._manifest.generation + 1
+        records = [
+            record_of(key, self._keys[key], dtype=self._dtypes[key], generation=generation, step=step)
+            for key in changed
+            if key in self._keys
+        ]
         removed = [key for key in changed if key not in self._keys]
         sealed, retired = self._space.seal([piece for key in self._volatile for piece in self._keys[key].pieces])
         return _Snapshot(step, notes, records, removed, sealed, retired, before)
@@ -359,21 +373,6 @@ class VersionedStore(ShardStore):
                 for piece in entry.pieces:
                     if (piece.extent.drive, piece.extent.offset) in extents:
                         entry.order.note_write(piece.start, piece.stop, error)
-
-    def _record(self, key: str, step: int) -> KeyRecord:
-        entry = self._keys[key]
-        digests, states, spans = entry.checksums.dump() if entry.checksums is not None else (b"", b"", "")
-        return KeyRecord(
-            key,
-            entry.nbytes,
-            self._dtypes[key],
-            self._manifest.generation + 1,
-            step,
-            tuple(entry.pieces),
-            digests,
-            states,
-            spans,
-        )
 
     def _plan(self, entry: StoredKey, operation: Operation) -> None:
         super()._plan(entry, operation)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
 
 import aiofiles
 
 from infinity.errors import ConfigError
-from storage.backends.aio import AioBackend
 from storage.backends.base import Backend
-from storage.backends.buffered import BufferedBackend
-from storage.backends.cost import IoCost
-from storage.backends.direct import DirectBackend
 from storage.backends.kernel_aio import why_not
+from storage.backends.loop_thread import LoopThread, close_files
+from storage.backends.probe import Engine, make_backend
+from storage.backends.serving import CostMeasured
 from storage.errors import ClosedError, ShortIoError
 from storage.types import IoRequest, Op
 
@@ -55,18 +53,12 @@ def parse_engines(text: str) -> tuple[BenchEngine, ...]:
 
 def make_engine(engine: BenchEngine, *, depth: int, block_nbytes: int) -> Backend:
     """A backend that keeps `depth` blocks at the drive; `close()` it."""
-    match engine:
-        case BenchEngine.DIRECT:
-            return DirectBackend(threads=depth, block_nbytes=block_nbytes)
-        case BenchEngine.AIO:
-            return AioBackend(depth=depth, block_nbytes=block_nbytes)
-        case BenchEngine.BUFFERED:
-            return BufferedBackend(threads=depth, block_nbytes=block_nbytes)
-        case BenchEngine.AIOFILES:
-            return AiofilesBackend(tasks=depth)
+    if engine is BenchEngine.AIOFILES:
+        return AiofilesBackend(tasks=depth)
+    return make_backend(Engine(engine.value), threads=depth, block_nbytes=block_nbytes)
 
 
-class AiofilesBackend:
+class AiofilesBackend(CostMeasured):
     """`await file.read(n)` and `await file.write(data)` in a few tasks, without blocks, priorities or retries.
 
     It is here to be compared with, as what a program with an asyncio loop does by default.
@@ -76,23 +68,15 @@ class AiofilesBackend:
     opens_direct = False
 
     def __init__(self, *, tasks: int) -> None:
+        super().__init__()
+        (self._cost,) = self._costs
         self._tasks = tasks
-        self._loop = asyncio.new_event_loop()
         self._queue: asyncio.Queue[IoRequest | None] = asyncio.Queue()
         self._requests: dict[IoRequest, None] = {}
-        self._cost = IoCost()  # written by the loop's thread
         self._is_closed = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="infinity-bench-aiofiles", daemon=True)
-        self._thread.start()
-
-    @property
-    def progress(self) -> int:
-        return self._cost.operations
-
-    @property
-    def cost(self) -> IoCost:
-        return IoCost.total([self._cost])
+        self._loop = LoopThread(self._serve, tasks, "infinity-bench-aiofiles")
+        self._loop.thread.start()
 
     def promote(self, key: str) -> None:
         """Nothing overtakes anything here."""
@@ -102,7 +86,7 @@ class AiofilesBackend:
             if self._is_closed:
                 raise ClosedError("the aiofiles engine is closed")
             self._requests[request] = None
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, request)
+            self._loop.call(self._queue.put_nowait, request)
 
     def in_flight(self) -> list[IoRequest]:
         with self._lock:
@@ -113,19 +97,8 @@ class AiofilesBackend:
             if not self._is_closed:
                 self._is_closed = True
                 for _ in range(self._tasks):
-                    self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        self._loop.set_default_executor(ThreadPoolExecutor(self._tasks, thread_name_prefix="infinity-bench-aiofiles"))
-        try:
-            self._loop.run_until_complete(self._serve_all())
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
-
-    async def _serve_all(self) -> None:
-        await asyncio.gather(*(self._serve() for _ in range(self._tasks)))
+                    self._loop.call(self._queue.put_nowait, None)
+        self._loop.thread.join(_CLOSE_TIMEOUT_S)
 
     async def _serve(self) -> None:
         files: dict[str, Any] = {}
@@ -139,12 +112,8 @@ class AiofilesBackend:
             self._cost.python_s = time.thread_time()
             with self._lock:
                 del self._requests[request]
-            if error is None:
-                request.ticket.set_done()
-            else:
-                request.ticket.set_exception(error)
-        for file in files.values():
-            await file.close()
+            request.ticket.complete(error)
+        await close_files(files)
 
     async def _move(self, files: dict[str, Any], request: IoRequest) -> None:
         file = files.get(request.path)

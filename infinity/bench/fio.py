@@ -24,6 +24,7 @@ from infinity.errors import ConfigError, InfinityError
 from storage.backends.kernel_aio import why_not
 from storage.backends.probe import Engine
 from storage.calibration import EngineTrial, choose_by_cost
+from storage.types import Op
 
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35: malloc advises huge pages
 _THREADED_ENGINES = ("psync", "sync", "vsync", "pvsync", "pvsync2")  # one call at a time: depth is a number of threads
@@ -81,13 +82,23 @@ class FioRun:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One workload on both sides; `ours[i]`, moved by `engine`, and `fio[i]` ran one after the other."""
+    """One workload on both sides; `ours[i]`, moved by `engine`, and `fio[i]` ran one after the other.
+
+    Attributes:
+        trials_written_nbytes: what was written to find out how each side is at its best.
+    """
 
     workload: Workload
     engine: BenchEngine
     setup: FioSetup
     ours: tuple[Measurement, ...]
     fio: tuple[FioRun, ...]
+    trials_written_nbytes: int
+
+    @property
+    def unseen_written_nbytes(self) -> int:
+        """What fio wrote, and what trials did: all but `ours`."""
+        return self.trials_written_nbytes + sum(run.written_nbytes for run in self.fio)
 
     @property
     def our_bytes_per_s(self) -> Spread:
@@ -171,8 +182,9 @@ def compare(
     results = []
     for workload in profile.workloads:
         progress(f"{workload.name} beside fio, {target.directory}")
-        chosen = setup or best_setup(workload, target, seconds)
-        used = engine or best_engine(workload, target, seconds)
+        theirs_tried = Trials({setup: 0.0}, 0) if setup is not None else try_setups(workload, target, seconds)
+        chosen = theirs_tried.best
+        used, tried_nbytes = (engine, 0) if engine is not None else best_engine(workload, target, seconds)
         ours, theirs = [], []
         with ready(workload, used, [target]) as runner:
             for number in range(repeats):
@@ -181,14 +193,19 @@ def compare(
                 ours.append(runner.run(seconds))
                 if not number % 2:
                     theirs.append(run_fio(workload, target, seconds, chosen))
-        results.append(Comparison(workload, used, chosen, tuple(ours), tuple(theirs)))
+        tried_nbytes += theirs_tried.written_nbytes
+        results.append(Comparison(workload, used, chosen, tuple(ours), tuple(theirs), tried_nbytes))
     return results
 
 
-def best_engine(workload: Workload, target: Target, seconds: float) -> BenchEngine:
-    """Of our engines with O_DIRECT the one with the least CPU time of those about as fast as the fastest."""
+def best_engine(workload: Workload, target: Target, seconds: float) -> tuple[BenchEngine, int]:
+    """Of our engines with O_DIRECT the one with the least CPU time of those about as fast as the fastest.
+
+    Returns:
+        The engine, and how many bytes were written to find out.
+    """
     if why_not() is not None:
-        return BenchEngine.DIRECT
+        return BenchEngine.DIRECT, 0
     runs: dict[BenchEngine, list[Measurement]] = {BenchEngine.DIRECT: [], BenchEngine.AIO: []}
     for _ in range(_TRIALS):
         for engine, found in runs.items():
@@ -196,16 +213,30 @@ def best_engine(workload: Workload, target: Target, seconds: float) -> BenchEngi
                 found.append(runner.run(max(seconds * _TRIAL_SHARE, _LEAST_TRIAL_S)))
     best = [max(found, key=lambda run: run.bytes_per_s) for found in runs.values()]
     trials = [EngineTrial(Engine(e), r.bytes_per_s, r.cpu_s_per_gb) for e, r in zip(runs, best, strict=True)]
-    return BenchEngine(choose_by_cost(trials).engine)
+    written_nbytes = sum(run.moved_nbytes[Op.WRITE] for found in runs.values() for run in found)
+    return BenchEngine(choose_by_cost(trials).engine), written_nbytes
 
 
-def best_setup(workload: Workload, target: Target, seconds: float) -> FioSetup:
-    """The fastest of a few ways to run fio, tried in turns; what this fio or kernel does not have is left out.
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """How fast the ways to run fio were that work, in bytes per second, and what trying them wrote."""
+
+    rates: dict[FioSetup, float]
+    written_nbytes: int
+
+    @property
+    def best(self) -> FioSetup:
+        return max(self.rates, key=lambda setup: self.rates[setup])
+
+
+def try_setups(workload: Workload, target: Target, seconds: float) -> Trials:
+    """Try a few ways to run fio, in turns; what this fio or kernel does not have is left out.
 
     Raises:
         InfinityError: none of them works.
     """
     rates: dict[FioSetup, float] = {}
+    written_nbytes = 0
     failure: InfinityError | None = None
     for _ in range(_TRIALS):
         for setup in _CANDIDATES:
@@ -215,9 +246,10 @@ def best_setup(workload: Workload, target: Target, seconds: float) -> FioSetup:
                 failure = error
                 continue
             rates[setup] = max(rates.get(setup, 0.0), run.bytes_per_s)
+            written_nbytes += run.written_nbytes
     if not rates and failure is not None:
         raise failure
-    return max(rates, key=lambda setup: rates[setup])
+    return Trials(rates, written_nbytes)
 
 
 def run_fio(workload: Workload, target: Target, seconds: float, setup: FioSetup) -> FioRun:

@@ -133,17 +133,20 @@ class Load:
         started_ns = time.perf_counter_ns()
 
         def landed(ticket: Ticket) -> None:
-            self._latencies_ns[op].append(time.perf_counter_ns() - started_ns)
-            if ticket.exception is not None or time.perf_counter() >= self._deadline_s:
+            if ticket.exception is not None:
                 self._leave(ticket.exception)
+                return
+            self._latencies_ns[op].append(time.perf_counter_ns() - started_ns)
+            if time.perf_counter() >= self._deadline_s:
+                self._leave(None)
             else:
                 self._submit(memory)
 
         request.ticket.add_done_callback(landed)
         try:
             self._backend.submit(request)
-        except BaseException as error:  # the thread that completes transfers must not lose it
-            self._leave(error)
+        except Exception as error:  # the ticket carries it, as if the transfer had failed
+            request.ticket.set_exception(error)
 
     def _leave(self, error: BaseException | None) -> None:
         with self._lock:
@@ -153,7 +156,4 @@ class Load:
         if not is_last:
             return
         self.ended_s = time.perf_counter()
-        if self._error is None:
-            self.ended.set_done()
-        else:
-            self.ended.set_exception(self._error)
+        self.ended.complete(self._error)

@@ -13,7 +13,7 @@ from infinity.bench.machine import describe_drive, describe_machine
 from infinity.bench.profiles import Profile
 from infinity.bench.result import BenchResult, Drive
 from infinity.bench.sustained import Point, write_sustained
-from infinity.bench.target import Target, open_target
+from infinity.bench.target import Target, check_directory, open_target
 from infinity.bench.tier import Progress, Series, fill, run_profile
 from infinity.errors import ConfigError
 from storage.types import Op
@@ -59,6 +59,8 @@ def run_tier(options: TierOptions, progress: Progress) -> BenchResult:
     """
     if options.comparison is not None:
         find_fio()
+    for path in options.paths:
+        check_directory(path)
     if len({path.resolve() for path in options.paths}) < len(options.paths):
         raise ConfigError("a directory is given twice; give one directory per drive")
     started_s = time.perf_counter()
@@ -96,6 +98,7 @@ def _measure_profiles(options: TierOptions, targets: list[Target], result: Bench
     groups = [[target] for target in targets]
     if len(targets) > 1:
         groups.append(targets)
+    measured: set[tuple[BenchEngine | Target, ...]] = set()
     for engine in options.engines:
         for group in groups:
             used = _usable(engine, group)
@@ -105,8 +108,9 @@ def _measure_profiles(options: TierOptions, targets: list[Target], result: Bench
                     "no direct I/O there; buffered was, instead"
                 )
                 used = BenchEngine.BUFFERED
-                if BenchEngine.BUFFERED in options.engines:
-                    continue
+            if (used, *group) in measured:
+                continue
+            measured.add((used, *group))
             for profile in options.profiles:
                 result.series += run_profile(
                     profile, used, group, repeats=options.repeats, seconds=options.seconds, progress=progress
@@ -139,7 +143,7 @@ def _compare(options: TierOptions, targets: list[Target], result: BenchResult, p
         directory = str(target.directory)
         result.comparisons[directory] = rows
         result.series += [Series(row.workload, row.engine, (directory,), row.ours) for row in rows]
-        result.written_nbytes += sum(run.written_nbytes for row in rows for run in row.fio)
+        result.written_nbytes += sum(row.unseen_written_nbytes for row in rows)
 
 
 def _measure_memory(options: TierOptions, targets: list[Target], result: BenchResult, progress: Progress) -> None:

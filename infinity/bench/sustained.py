@@ -16,7 +16,7 @@ from statistics import median
 
 from infinity.bench.engines import BenchEngine
 from infinity.bench.profiles import Workload
-from infinity.bench.target import Target, margin_nbytes, open_target
+from infinity.bench.target import Target, check_directory, margin_nbytes, open_target
 from infinity.bench.tier import ready
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, format_nbytes
@@ -68,8 +68,9 @@ def plan_nbytes(directory: Path, total_nbytes: int) -> int:
     """Size of the file for writing `total_nbytes`: as much, or what there is room for, which is then written again.
 
     Raises:
-        ConfigError: hardly any room, or too few bytes to learn something from.
+        ConfigError: not a directory, hardly any room, or too few bytes to learn something from.
     """
+    check_directory(directory)
     least_nbytes = 2 * _WRITE.transfers * _WRITE.transfer_nbytes
     if total_nbytes < least_nbytes:
         raise ConfigError(

@@ -64,6 +64,15 @@ class Target:
             os.close(fd)
 
 
+def check_directory(directory: Path) -> None:
+    """
+    Raises:
+        ConfigError: it is none.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: {'not a directory' if directory.exists() else 'there is no such directory'}")
+
+
 def margin_nbytes(directory: Path) -> int:
     """Bytes that stay free: a twentieth of the file system, but at least 256 MiB and at most 2 GiB."""
     return min(max(shutil.disk_usage(directory).total // 20, 256 * MIB), 2 * GIB)
@@ -99,8 +108,7 @@ def open_target(directory: Path, wanted_nbytes: int | None = None) -> Iterator[T
         ConfigError: not a directory, or too little room.
         StorageError: the directory cannot be written to.
     """
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: {'not a directory' if directory.exists() else 'there is no such directory'}")
+    check_directory(directory)
     nbytes = choose_nbytes(directory, wanted_nbytes)
     with ExitStack() as closing:
         try:

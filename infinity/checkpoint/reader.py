@@ -68,11 +68,19 @@ class CheckpointReader:
             into: 1-D, contiguous, on the CPU.
 
         Raises:
-            CheckpointError: the checkpoint does not hold them, or they are not what was written.
+            CheckpointError: there is no such tensor, it has no such elements, or they are not what was written.
         """
-        stop = start + into.numel()
+        entry = self.entry(name)
+        if kind not in entry.tensors and into.numel():
+            raise CheckpointError(f"{self.folder} has no {kind!r} of {name!r}; it has {', '.join(entry.tensors)}")
+        stop, numel = start + into.numel(), math.prod(entry.shape)
+        if start < 0 or stop > numel:
+            raise CheckpointError(
+                f"elements {start} to {stop} of {kind!r} of {name!r} were asked for, which has {numel} of them: 0 to "
+                f"{numel}"
+            )
         at = start
-        for piece in self.entry(name).tensors.get(kind, ()):
+        for piece in entry.tensors.get(kind, ()):
             first, last = max(piece.start, start), min(piece.stop, stop)
             if first < last:
                 if first != at:

@@ -6,6 +6,7 @@ import typer
 
 from infinity.cli.bench_options import CalibrateOptions, StepOptions, TierArguments
 from infinity.cli.options import EPILOG, takes
+from infinity.cli.stopping import deferred
 
 app = typer.Typer(
     help="Measure drives, memory, links and optimizer kernels.",
@@ -27,7 +28,8 @@ def tier(arguments: TierArguments) -> None:
     infinity bench tier /mnt/nvme0 --engines direct,buffered,aiofiles --profile seq1m
     infinity bench tier /mnt/nvme0 --sustained 200GiB --html drive.html
     """
-    from infinity.cli.bench_tier import run
+    with deferred():
+        from infinity.cli.bench_tier import run
 
     run(arguments)
 
@@ -43,7 +45,8 @@ def calibrate(options: CalibrateOptions) -> None:
     \b
     infinity bench calibrate /mnt/nvme0 /mnt/nvme1
     """
-    from infinity.cli.bench_calibrate import run
+    with deferred():
+        from infinity.cli.bench_calibrate import run
 
     run(options.paths, options.json)
 
@@ -60,6 +63,7 @@ def step(options: StepOptions) -> None:
     infinity bench step --preset small --nvme /mnt/nvme0
     infinity bench step --layers 24 --hidden 1024 --accumulate 4 --rounds 3 --json step.json
     """
-    from infinity.cli.bench_step import run
+    with deferred():
+        from infinity.cli.bench_step import run
 
     run(options)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from infinity.bench.target import check_directory
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_json
-from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.swap_directories import default_directory
 from storage.calibration import MOST_WRITTEN_NBYTES, Calibration, calibrate
@@ -25,8 +25,7 @@ def run(paths: Sequence[Path], report: Path | None) -> None:
     """
     paths = paths or (default_directory(),)
     for path in paths:
-        if not path.is_dir():
-            raise ConfigError(f"{path}: {'not a directory' if path.exists() else 'there is no such directory'}")
+        check_directory(path)
     check_files(json=report)
     console, cache = make_console(), CalibrationCache()
     found: dict[str, Calibration] = {}

@@ -14,7 +14,8 @@ from infinity.bench.sustained import plan_nbytes
 from infinity.bench.tables import show
 from infinity.cli.bench_options import TierArguments
 from infinity.cli.console import make_console
-from infinity.cli.files import check_files, write_json, write_text
+from infinity.cli.files import check_files, make_folder, write_json, write_text
+from infinity.cli.stopping import deferred
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.swap_directories import default_directory
@@ -42,12 +43,16 @@ def run(arguments: TierArguments) -> None:
                 "Ctrl-C stops it",
                 markup=False,
             )
+    if options.measures_memory:
+        with deferred():
+            import infinity.bench.memory  # noqa: F401  # with torch: now, and not in the middle of the measurements
+    if arguments.fio_files is not None:
+        make_folder("--fio-files", arguments.fio_files)
     with console.status("starting") as status:
         result = run_tier(options, lambda text: status.update(text.replace("[", r"\[")))
     console.print(show(result))
     write_json(arguments.json, to_json(result))
     if arguments.fio_files is not None:
-        arguments.fio_files.mkdir(parents=True, exist_ok=True)
         for name, report in to_files(result).items():
             write_text("--fio-files", arguments.fio_files / name, json.dumps(report, indent=2) + "\n")
     if arguments.html is not None:

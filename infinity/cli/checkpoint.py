@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from infinity.cli.options import EPILOG, JsonFile, takes
+from infinity.cli.stopping import deferred
 
 app = typer.Typer(
     help="Look into checkpoints, check them, rewrite them, and take them to other programs and from them.",
@@ -107,7 +108,8 @@ def inspect(options: InspectOptions) -> None:
     infinity checkpoint inspect run1
     infinity checkpoint inspect run1 --parameters
     """
-    from infinity.cli.checkpoint_run import run_inspect
+    with deferred():
+        from infinity.cli.checkpoint_run import run_inspect
 
     run_inspect(options)
 
@@ -120,7 +122,8 @@ def verify(options: VerifyOptions) -> None:
     \b
     infinity checkpoint verify run1
     """
-    from infinity.cli.checkpoint_run import run_verify
+    with deferred():
+        from infinity.cli.checkpoint_run import run_verify
 
     run_verify(options)
 
@@ -137,7 +140,8 @@ def export(options: ExportCommandOptions) -> None:
     infinity checkpoint export run1 out --config path/to/base/model --shard-size 2GB
     infinity checkpoint export lora1 merged --merge
     """
-    from infinity.cli.checkpoint_run import run_export
+    with deferred():
+        from infinity.cli.checkpoint_run import run_export
 
     run_export(options)
 
@@ -150,7 +154,8 @@ def reshard(options: ReshardOptions) -> None:
     \b
     infinity checkpoint reshard run1 run1-small --shard-size 1GB
     """
-    from infinity.cli.checkpoint_run import run_reshard
+    with deferred():
+        from infinity.cli.checkpoint_run import run_reshard
 
     run_reshard(options)
 
@@ -166,6 +171,7 @@ def take_over(options: ImportOptions) -> None:
     infinity checkpoint import zero_run/global_step1000 run1
     infinity checkpoint import model.pt run1 --optimizer optimizer.pt
     """
-    from infinity.cli.checkpoint_run import run_import
+    with deferred():
+        from infinity.cli.checkpoint_run import run_import
 
     run_import(options)

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from infinity.cli.console import make_console
-from infinity.cli.files import write_json
+from infinity.cli.files import check_files, write_json
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
 from infinity.swap_directories import TEMPORARY_PREFIX
@@ -30,6 +30,7 @@ def clean(directory: Path, report_path: Path | None, *, resumable: bool = False)
     if not directory.is_dir():
         what = "is not a folder" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory}: this {what}; give the folder that --nvme was given")
+    check_files(json=report_path)
     found, removed = _clean_all([directory, *_temporary_folders(directory)])
     gone = {folder.path for folder in removed}
     left = [folder for folder in found if folder.path not in gone]

@@ -10,6 +10,7 @@ import typer
 
 from infinity.cli.failures import EXIT_FAILURE
 from infinity.cli.options import JsonFile, takes
+from infinity.cli.stopping import deferred
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,11 +43,14 @@ def doctor(options: DoctorOptions) -> None:
 
     Exit code 1 only if training is impossible.
     """
-    from infinity.cli.console import make_console
-    from infinity.doctor.check import Status
-    from infinity.doctor.examine import examine
-    from infinity.swap_directories import default_directory
+    with deferred():
+        from infinity.cli.console import make_console
+        from infinity.cli.files import check_files
+        from infinity.doctor.check import Status
+        from infinity.doctor.examine import examine
+        from infinity.swap_directories import default_directory
 
+    check_files(json=options.json)
     checks = examine(options.paths or [default_directory()])
     make_console().print(_show(checks))
     _write(options.json, checks)

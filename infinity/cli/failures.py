@@ -1,27 +1,22 @@
-"""How a command ends: errors as one readable block, signals as a clean stop, and the exit code that belongs to each."""
+"""How a command ends: errors as one readable block, and the exit code that belongs to each. Signals: see `stopping`."""
 
 from __future__ import annotations
 
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 import typer
 
 from infinity.cli.logs import shown_logs
+from infinity.cli.stopping import Terminated, stoppable
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, taken like Ctrl-C: what was opened gets closed."""
 
 
 @contextmanager
@@ -32,7 +27,7 @@ def reported(*, debug: bool) -> Iterator[None]:
         debug: show the traceback as well, and log messages from INFO on.
     """
     try:
-        with shown_logs(debug=debug), _terminated_like_interrupted():
+        with shown_logs(debug=debug), stoppable():
             yield
     except (typer.Exit, typer.Abort):
         raise
@@ -44,64 +39,6 @@ def reported(*, debug: bool) -> Iterator[None]:
         _show_traceback(error, debug)
         print(_block(error, debug), file=sys.stderr)
         raise typer.Exit(_code_of(error)) from None
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM have no effect inside: for closing, which is bounded, and has to come to its end."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def deferred() -> Iterator[None]:
-    """Ctrl-C and SIGTERM take effect at the end: for imports, which an exception in their middle leaves half done.
-
-    Some of torch's modules even swallow it, and the run would go on.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if not arrived:
-            print("stopping as soon as everything is loaded", file=sys.stderr)
-        arrived.append(number)
-
-    # What is ignored stays so: a shell that starts a job in the background lets it ignore Ctrl-C.
-    heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if arrived:
-        raise Terminated if arrived[0] == signal.SIGTERM else KeyboardInterrupt
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _code_of(error: Exception) -> int:

@@ -29,6 +29,18 @@ def check_files(**files: Path | None) -> None:
             )
 
 
+def make_folder(option: str, path: Path) -> None:
+    """Make the folder that `option` names, if it is not there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be made: {error.strerror or error}") from error
+
+
 def write_text(option: str, path: Path, text: str) -> None:
     """Write what `option` asked for.
 

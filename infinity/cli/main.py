@@ -12,11 +12,11 @@ import typer
 from infinity.cli.bench import app as bench
 from infinity.cli.checkpoint import app as checkpoint
 from infinity.cli.doctor import doctor
-from infinity.cli.failures import deferred
 from infinity.cli.migrate import migrate
 from infinity.cli.options import EPILOG, JsonFile, takes
 from infinity.cli.plan import plan
 from infinity.cli.report_page import report
+from infinity.cli.stopping import deferred
 from infinity.cli.train_options import TrainOptions
 
 

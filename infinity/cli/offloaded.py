@@ -17,13 +17,13 @@ from infinity.bench.machine import describe_machine
 from infinity.cli import checkpoints
 from infinity.cli.console import make_console
 from infinity.cli.display import Display
-from infinity.cli.failures import undisturbed
 from infinity.cli.hashing import hash_parameters
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of
 from infinity.cli.recording import Recording
 from infinity.cli.records import Counters, StepRecord
 from infinity.cli.report import Measured, begin_report
 from infinity.cli.settings import RunSettings
+from infinity.cli.stopping import undisturbed
 from infinity.cli.tables import preflight
 from infinity.config import Durability
 from infinity.data.batches import Batches

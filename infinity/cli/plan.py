@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from infinity.cli.failures import deferred
 from infinity.cli.options import takes
 from infinity.cli.plan_options import PlanOptions
+from infinity.cli.stopping import deferred
 
 
 @takes(PlanOptions)

@@ -8,14 +8,14 @@ from pathlib import Path
 from infinity.bench.machine import describe_machine
 from infinity.cli import baseline
 from infinity.cli.console import make_console
-from infinity.cli.failures import deferred
-from infinity.cli.files import check_files, write_json, write_text
+from infinity.cli.files import check_files, make_folder, write_json, write_text
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded
 from infinity.cli.ranks import this_job
 from infinity.cli.report import add_baseline, make_report
 from infinity.cli.settings import RunSettings, resolve
+from infinity.cli.stopping import deferred
 from infinity.cli.tables import summary
 from infinity.cli.train_options import TrainOptions
 from infinity.errors import ConfigError, InfinityError
@@ -81,10 +81,7 @@ def _recorded(options: TrainOptions, folder: Path) -> TrainOptions:
     given = [name for name in ("json", "metrics", "trace") if getattr(options, name) is not None]
     if given:
         raise ConfigError(f"--record {folder} writes what --{given[0]} does, into its folder; leave --{given[0]} out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--record {folder}: cannot be made: {error.strerror or error}") from error
+    make_folder("--record", folder)
     return replace(options, json=folder / RUN_FILE, metrics=folder / METRICS_FILE, trace=folder / TRACE_FILE)
 
 

@@ -6,11 +6,12 @@ import errno
 import threading
 import time
 from collections.abc import Sequence
+from typing import Unpack
 
 from storage.align import PAGE_NBYTES, align_down
-from storage.backends.cost import IoCost
 from storage.backends.kernel_aio import KernelAio, address_of
-from storage.backends.queue import Block, BlockQueue, Transfer, shut_down
+from storage.backends.queue import Block, Transfer
+from storage.backends.serving import QueuedBackend, QueueOptions
 from storage.backends.system import SystemCalls, io_error, move, without_frames
 from storage.errors import StorageError
 from storage.types import IoRequest
@@ -20,7 +21,7 @@ from storage.types import IoRequest
 _REFILL = 4
 
 
-class AioBackend:
+class AioBackend(QueuedBackend):
     """Serves requests with `io_submit`/`io_getevents`.
 
     Args:
@@ -28,9 +29,7 @@ class AioBackend:
         block_nbytes: size of one transfer; a page multiple.
         kernel: with room for `depth`; tests put others in. Closed with the backend.
         calls: for what is resumed or tried again, one by one; tests put others in.
-        close_timeout_s: how long `close` waits for transfers that are in the kernel.
-        eio_retries: how often a block is tried again after EIO.
-        write_memory_nbytes: see `BlockQueue`.
+        options: see `QueueOptions`.
 
     Raises:
         OSError: the kernel does not serve this; see `kernel_aio.why_not`.
@@ -46,16 +45,12 @@ class AioBackend:
         block_nbytes: int,
         kernel: KernelAio | None = None,
         calls: SystemCalls | None = None,
-        close_timeout_s: float = 30.0,
-        eio_retries: int = 0,
-        write_memory_nbytes: int | None = None,
+        **options: Unpack[QueueOptions],
     ) -> None:
+        super().__init__(costs=1, block_nbytes=block_nbytes, **options)
+        (self._cost,) = self._costs
         self._kernel = kernel or KernelAio(depth)
-        self._queue = BlockQueue(block_nbytes, write_memory_nbytes)
         self._calls = calls or SystemCalls()
-        self._close_timeout_s = close_timeout_s
-        self._eio_retries = eio_retries
-        self._cost = IoCost()  # written by the thread
         self._free = list(range(depth))  # slots
         self._served: dict[int, Block] = {}  # by slot
         self._bell_rings = False  # set by whoever rings it, taken back by the thread before it looks at the queue
@@ -63,30 +58,20 @@ class AioBackend:
         self._is_over = False  # the thread has ended, or is about to
         self._lock = threading.Lock()  # guards the bell's end
         self._thread = threading.Thread(target=self._serve, name="infinity-io-aio", daemon=True)
-        self._thread.start()
-
-    @property
-    def progress(self) -> int:
-        return self._cost.operations
-
-    @property
-    def cost(self) -> IoCost:
-        return IoCost.total([self._cost])
+        try:
+            self._start([self._thread])
+        except BaseException:
+            self._kernel.close()
+            raise
 
     def submit(self, request: IoRequest) -> None:
         self._queue.put(request)
         if not self._bell_rings and threading.get_ident() != self._thread.ident:
             self._ring_bell()
 
-    def promote(self, key: str) -> None:
-        self._queue.promote(key)
-
-    def in_flight(self) -> list[IoRequest]:
-        return self._queue.requests()
-
     def close(self) -> None:
         self._is_closing = True
-        shut_down(self._queue, [self._thread], self._close_timeout_s, self._ring_bell)
+        self._shut_down(self._ring_bell)
 
     def _ring_bell(self) -> None:
         with self._lock:
@@ -108,10 +93,18 @@ class AioBackend:
                 self._finish(ended)
                 del ended
                 self._cost.python_s = time.thread_time() - began_s - self._cost.system_s - self._cost.check_s
-        finally:
-            with self._lock:
-                self._is_over = True
-            self._kernel.close()
+        except BaseException as error:  # the kernel gave up, not a transfer: whatever waits has to hear of it
+            self._end(error)
+        else:
+            self._end(None)
+
+    def _end(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._is_over = True
+        self._kernel.close()  # waits for what is in flight: nothing moves any more when its tickets fail
+        if error is not None:
+            for transfer in self._queue.fail(error):
+                transfer.complete()
 
     def _start_blocks(self) -> list[tuple[int, int]]:
         """Start as many blocks as there is room for; those that the kernel refused, as (slot, -errno)."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Unpack
 
 from storage.backends.cost import IoCost
-from storage.backends.queue import Block, BlockQueue, shut_down
+from storage.backends.queue import Block
+from storage.backends.serving import QueuedBackend, QueueOptions
 from storage.backends.system import SystemCalls, move, without_frames
 from storage.errors import StorageError
 from storage.types import IoRequest
@@ -19,62 +21,36 @@ _MEASURED_NBYTES = 64 << 10  # of smaller blocks, one in so many is measured:
 _SAMPLED = 8
 
 
-class DirectBackend:
+class DirectBackend(QueuedBackend):
     """Serves requests with `preadv`/`pwritev` on a few threads.
 
     Args:
         threads: how many blocks are at the device at the same time.
         block_nbytes: size of one system call; a page multiple.
         calls: the system calls; tests put others in.
-        close_timeout_s: how long `close` waits for calls that are in the kernel.
-        eio_retries: how often a block is tried again after EIO.
-        write_memory_nbytes: see `BlockQueue`.
+        options: see `QueueOptions`.
     """
 
     name = "direct"
     opens_direct = True
 
     def __init__(
-        self,
-        *,
-        threads: int,
-        block_nbytes: int,
-        calls: SystemCalls | None = None,
-        close_timeout_s: float = 30.0,
-        eio_retries: int = 0,
-        write_memory_nbytes: int | None = None,
+        self, *, threads: int, block_nbytes: int, calls: SystemCalls | None = None, **options: Unpack[QueueOptions]
     ) -> None:
-        self._queue = BlockQueue(block_nbytes, write_memory_nbytes)
+        super().__init__(costs=threads, block_nbytes=block_nbytes, **options)
         self._calls = calls or SystemCalls()
-        self._close_timeout_s = close_timeout_s
-        self._eio_retries = eio_retries
-        self._costs = [IoCost() for _ in range(threads)]  # one per thread, which alone writes it: no lock is needed
-        self._threads = [
-            threading.Thread(target=self._serve, args=(self._costs[number],), name=f"infinity-io-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def progress(self) -> int:
-        return sum(cost.operations for cost in self._costs)
-
-    @property
-    def cost(self) -> IoCost:
-        return IoCost.total(self._costs)
+        self._start(
+            [
+                threading.Thread(target=self._serve, args=(cost,), name=f"infinity-io-{number}", daemon=True)
+                for number, cost in enumerate(self._costs)
+            ]
+        )
 
     def submit(self, request: IoRequest) -> None:
         self._queue.put(request)
 
-    def promote(self, key: str) -> None:
-        self._queue.promote(key)
-
-    def in_flight(self) -> list[IoRequest]:
-        return self._queue.requests()
-
     def close(self) -> None:
-        shut_down(self._queue, self._threads, self._close_timeout_s)
+        self._shut_down()
 
     def _serve(self, cost: IoCost) -> None:
         queue, seat = self._queue, self._queue.sit_down()

@@ -207,7 +207,7 @@ class FaultyBackend(BackendWrapper):
 
         def end(ticket: Ticket) -> None:
             error = ticket.exception or (_checked(request) if fault is Fault.TORN else _error(request, half, fault))
-            _complete(request.ticket, error)
+            request.ticket.complete(error)
 
         if not half:
             end(Ticket.completed())
@@ -232,17 +232,10 @@ class FaultyBackend(BackendWrapper):
             if error is None and request.op is Op.READ:
                 _flip(request.memory)
                 error = _checked(request)
-            _complete(request.ticket, error)
+            request.ticket.complete(error)
 
         part.ticket.add_done_callback(end)
         self._inner.submit(part)
-
-
-def _complete(ticket: Ticket, error: BaseException | None) -> None:
-    if error is None:
-        ticket.set_done()
-    else:
-        ticket.set_exception(error)
 
 
 def _checked(request: IoRequest) -> Exception | None:

@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Unpack
 
 from storage.align import PAGE_NBYTES
 from storage.backends.aio import AioBackend
@@ -17,6 +18,7 @@ from storage.backends.buffered import BufferedBackend
 from storage.backends.direct import DirectBackend
 from storage.backends.gds import gds_refusal
 from storage.backends.kernel_aio import why_not
+from storage.backends.serving import QueueOptions
 from storage.errors import StorageError
 from storage.filesystems import FileSystem, find_file_system, stop_copying
 from storage.statx import direct_alignment
@@ -156,20 +158,22 @@ def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
     return Engine.BUFFERED, problem or capabilities.buffered_reason or ""
 
 
-def make_backend(
-    engine: Engine,
-    *,
-    threads: int,
-    block_nbytes: int,
-    eio_retries: int = 0,
-    write_memory_nbytes: int | None = None,
-) -> Backend:
-    """A backend of a chosen kind, with `threads` blocks at the drive at a time."""
+def make_backend(engine: Engine, *, threads: int, block_nbytes: int, **options: Unpack[QueueOptions]) -> Backend:
+    """A backend of a chosen kind, with `threads` blocks at the drive at a time.
+
+    Args:
+        options: see `QueueOptions`.
+
+    Raises:
+        StorageError: the kernel has no room for so many asynchronous transfers.
+    """
     if engine is Engine.AIO:
-        return AioBackend(
-            depth=threads, block_nbytes=block_nbytes, eio_retries=eio_retries, write_memory_nbytes=write_memory_nbytes
-        )
+        try:
+            return AioBackend(depth=threads, block_nbytes=block_nbytes, **options)
+        except OSError as error:
+            raise StorageError(
+                f"engine 'aio' with {threads} transfers at a time: the kernel refuses: {error.strerror}. Raise "
+                "fs.aio-max-nr (sysctl), which all processes share, or use 'direct'"
+            ) from error
     kind = DirectBackend if engine is Engine.DIRECT else BufferedBackend
-    return kind(
-        threads=threads, block_nbytes=block_nbytes, eio_retries=eio_retries, write_memory_nbytes=write_memory_nbytes
-    )
+    return kind(threads=threads, block_nbytes=block_nbytes, **options)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from storage.errors import ClosedError
+from storage.errors import ClosedError, IoError
 from storage.types import IoRequest, Op, Priority
 
 _log = logging.getLogger(__name__)
@@ -68,10 +68,7 @@ class Transfer:
 
     def complete(self) -> None:
         """Complete the request's ticket."""
-        if self.error is None:
-            self.request.ticket.set_done()
-        else:
-            self.request.ticket.set_exception(self.error)
+        self.request.ticket.complete(self.error)
 
 
 class Seat:
@@ -102,6 +99,7 @@ class BlockQueue:
         self._served: set[Transfer] = set()
         self._reads_in_a_row = 0
         self._is_closed = False
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._idle: list[Seat] = []
         self._seats: dict[int, Seat] = {}
@@ -118,9 +116,12 @@ class BlockQueue:
 
         Raises:
             ClosedError: the queue is closed.
+            IoError: it has failed.
         """
         blocks = -(-len(request.memory) // self._block_nbytes)
         with self._lock:
+            if self._failure is not None:
+                raise _failed(request, self._failure)
             if self._is_closed:
                 raise ClosedError("the I/O backend is closed")
             self._waiting[request.priority].append(Transfer(request))
@@ -209,6 +210,25 @@ class BlockQueue:
                 self._idle.pop().wake.release()
             return ended
 
+    def fail(self, error: BaseException) -> list[Transfer]:
+        """Nobody serves the queue any more because of `error`, nor ever will: every transfer ends with it.
+
+        Returns:
+            The transfers, for the caller to complete. None of them may be moving any more.
+        """
+        with self._lock:
+            self._is_closed = True
+            self._failure = error
+            ended = [*self._served, *(transfer for queue in self._waiting.values() for transfer in queue)]
+            ended = list(dict.fromkeys(ended))
+            for transfer in ended:
+                transfer.error = transfer.error or _failed(transfer.request, error)
+                self._let_go(transfer)
+            self._served.clear()
+            for queue in self._waiting.values():
+                queue.clear()
+            return ended
+
     def abandon(self) -> list[Transfer]:
         """After `close`: the transfers that a stuck system call still holds."""
         with self._lock:
@@ -274,6 +294,20 @@ class BlockQueue:
         if not is_demand:
             return read_aheads_per_write(pressure)
         return _DEMANDS_PER_WRITE_UNDER_PRESSURE if (pressure or 0.0) >= _PRESSURE else _DEMANDS_PER_WRITE
+
+
+def _failed(request: IoRequest, cause: BaseException) -> IoError:
+    """The error of a transfer that nobody serves. As an I/O error, so that a write goes to another drive."""
+    error = IoError(
+        f"{request.op.value} of {request.key!r}: the I/O backend of {request.path} has ended: {cause}",
+        path=request.path,
+        offset=request.offset,
+        nbytes=len(request.memory),
+        errno=cause.errno if isinstance(cause, OSError) else None,
+        key=request.key,
+    )
+    error.__cause__ = cause
+    return error
 
 
 def shut_down(

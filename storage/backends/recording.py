@@ -8,9 +8,11 @@ trace are named after the drives of the run and lie in the folder where fio runs
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -18,11 +20,15 @@ from storage.backends.base import Backend
 from storage.backends.wrapper import BackendWrapper
 from storage.types import IoRequest
 
+_log = logging.getLogger(__name__)
+
 _HEADER = "fio version 3 iolog"
 
 
 class IoLog:
     """One trace of all drives of a store. Thread safe; `close` it after the backends.
+
+    When the file cannot be written any more, the trace ends there, with a warning; the transfers go on.
 
     Args:
         path: the file to write; it is written while the run goes on.
@@ -50,23 +56,47 @@ class IoLog:
         with self._lock:
             if self._file is None:
                 return
-            now_us = round((self._now_s() - self._start_s) * 1e6)
+            lines = []
+            now_us = self._now_us()
             name = self._names.get(request.path)
             if name is None:
                 name = self._names[request.path] = f"drive{len(self._names)}.dat"
-                self._file.write(f"{now_us} {name} add\n{now_us} {name} open\n")
-            self._file.write(f"{now_us} {name} {request.op.value} {request.offset} {len(request.memory)}\n")
+                lines += [f"{now_us} {name} add", f"{now_us} {name} open"]
+            self._write([*lines, f"{now_us} {name} {request.op.value} {request.offset} {len(request.memory)}"])
 
     def close(self) -> None:
         """End the trace. Idempotent; transfers that come later are not noted."""
         with self._lock:
-            file, self._file = self._file, None
-            if file is None:
-                return
-            with file:
-                now_us = round((self._now_s() - self._start_s) * 1e6)
-                for name in self._names.values():
-                    file.write(f"{now_us} {name} close\n")
+            now_us = self._now_us()
+            self._write([f"{now_us} {name} close" for name in self._names.values()])
+            self._end()
+
+    # With the lock held --------------------------------------------------------------------------------------------
+
+    def _now_us(self) -> int:
+        return round((self._now_s() - self._start_s) * 1e6)
+
+    def _write(self, lines: Sequence[str]) -> None:
+        try:
+            if self._file is not None:
+                self._file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:
+            self._give_up(error)
+
+    def _end(self) -> None:
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("the trace %s is not complete: %s. The transfers go on", self.path, error.strerror or error)
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):  # what it holds back cannot be written either
+                file.close()
 
 
 class RecordingBackend(BackendWrapper):

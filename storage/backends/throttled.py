@@ -1,8 +1,9 @@
 """A slower device: wraps any backend and lets it move no more bytes per second than a modelled drive would.
 
 Reads and writes have a channel each, which serves one transfer after the other in order of priority. A transfer waits
-its latency first; the latencies of queued transfers overlap, as on a drive with a deep queue. With a clock whose time
-is virtual, the model costs no time at all.
+its latency first; the latencies of queued transfers overlap, as on a drive with a deep queue. The bytes move while the
+modelled drive is busy with them, so what the real one needs is not added to it. With a clock whose time is virtual, the
+model costs no time at all.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import heapq
 import itertools
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from storage.backends.base import Backend
 from storage.backends.wrapper import BackendWrapper
 from storage.errors import ClosedError
-from storage.types import IoRequest, Op, Priority
+from storage.types import IoRequest, Op, Priority, Ticket
 
 _LONGEST_SLEEP_S = 0.05  # so that `close` does not wait for a long transfer
 _JOIN_TIMEOUT_S = 30.0
@@ -64,7 +65,10 @@ class Throttle:
 
 
 class ThrottledBackend(BackendWrapper):
-    """Passes transfers on to `inner` when the modelled drive would have finished them. Thread safe; closes `inner`."""
+    """Ends transfers when the modelled drive would have, or when `inner` has, if that is later.
+
+    Thread safe; closes `inner`.
+    """
 
     def __init__(self, inner: Backend, throttle: Throttle, clock: Clock | None = None) -> None:
         super().__init__(inner)
@@ -85,7 +89,8 @@ class ThrottledBackend(BackendWrapper):
 
     def in_flight(self) -> list[IoRequest]:
         waiting = [request for channel in self._channels.values() for request in channel.requests()]
-        return waiting + self._inner.in_flight()
+        moving = [channel.moving() for channel in self._channels.values()]  # once, whoever has it
+        return waiting + [request for request in self._inner.in_flight() if request.ticket not in moving]
 
     def close(self) -> None:
         for channel in self._channels.values():
@@ -103,7 +108,7 @@ class _Channel:
         self._clock = clock
         self._waiting: list[tuple[int, int, float, IoRequest]] = []  # heap by priority, then arrival
         self._numbers = itertools.count()
-        self._served: IoRequest | None = None
+        self._served: tuple[IoRequest, Ticket] | None = None  # and when `inner` has moved it
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
         self._thread = threading.Thread(target=self._serve, name=f"infinity-throttle-{op.value}", daemon=True)
@@ -125,8 +130,13 @@ class _Channel:
 
     def requests(self) -> list[IoRequest]:
         with self._changed:
-            served = [self._served] if self._served is not None else []
+            served = [self._served[0]] if self._served is not None else []
             return served + [entry[-1] for entry in self._waiting]
+
+    def moving(self) -> Ticket | None:
+        """The ticket that `inner` has for the transfer that the modelled drive is busy with."""
+        with self._changed:
+            return self._served[1] if self._served is not None else None
 
     def close(self) -> None:
         with self._changed:
@@ -141,27 +151,39 @@ class _Channel:
     def _serve(self) -> None:
         free_s = self._clock.now_s()
         while (entry := self._take()) is not None:
-            begins_s, request = entry
+            begins_s, request, moved = entry
+            try:
+                self._inner.submit(replace(request, ticket=moved))
+            except Exception as error:  # the ticket carries it
+                moved.set_exception(error)
             free_s = max(free_s, begins_s) + len(request.memory) / self._nbytes_per_s
             self._sleep_until(free_s)
-            try:
-                self._inner.submit(request)
-            except Exception as error:  # the ticket carries it
-                request.ticket.set_exception(error)
             with self._changed:
                 self._served = None
-            del entry, request
+            moved.add_done_callback(_Passed(request.ticket))
+            del entry, request, moved
 
-    def _take(self) -> tuple[float, IoRequest] | None:
+    def _take(self) -> tuple[float, IoRequest, Ticket] | None:
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
             if not self._waiting:
                 return None
             _, _, begins_s, request = heapq.heappop(self._waiting)
-            self._served = request
-            return begins_s, request
+            moved = Ticket(request.ticket.label)
+            self._served = request, moved
+            return begins_s, request, moved
 
     def _sleep_until(self, when_s: float) -> None:
         while (left_s := when_s - self._clock.now_s()) > 0 and not self._is_closed:
             self._clock.sleep(min(left_s, _LONGEST_SLEEP_S))
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """Callback that completes another ticket in the same way."""
+
+    ticket: Ticket
+
+    def __call__(self, ended: Ticket) -> None:
+        self.ticket.complete(ended.exception)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -70,6 +69,25 @@ def test_bad_usage_ends_before_anything_is_written(tmp_path: Path, arguments: tu
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("option", [(), ("--sustained", "96MiB"), ("--compare-fio",)])
+def test_a_directory_that_is_not_there(tmp_path: Path, option: tuple[str, ...]) -> None:
+    there, missing = tmp_path / "there", tmp_path / "missing"
+    there.mkdir()
+    code, _, error = call("bench", "tier", there, missing, "--profile", "seq1m", *SMALL, *option)
+    assert code == 2
+    assert f"{missing}: there is no such directory" in error
+    assert list(there.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    files = ("--fio-files", tmp_path / "file")
+    code, output, error = call("bench", "tier", tmp_path, "--profile", "seq1m", *SMALL, *files)
+    assert code == 2
+    assert "--fio-files" in error
+    assert "SEQ1M" not in output
+
+
 def test_without_fio_the_message_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     code, _, error = call("bench", "tier", tmp_path, "--compare-fio")
@@ -85,25 +103,14 @@ def test_the_file_is_gone_after_a_stop(tmp_path: Path, number: signal.Signals) -
         assert process.stdout.readline().startswith("--sustained will write")
         while process.poll() is None and not list(tmp_path.glob("*/bench.data")):
             os.sched_yield()  # until the file is there
-        error = _stopped(process, number)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
         process.communicate()
     assert process.returncode == 128 + number, error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
-
-
-def _stopped(process: subprocess.Popen[str], number: signal.Signals) -> str:
-    """What the process says when it ends. Python drops an interrupt that arrives inside one of its own callbacks, so a
-    signal that has no effect is sent again, as a user presses Ctrl-C again."""
-    for _ in range(3):
-        process.send_signal(number)
-        try:
-            return process.communicate(timeout=TIMEOUT_S / 4)[1]
-        except subprocess.TimeoutExpired:
-            continue
-    return "it did not stop"
 
 
 def test_no_argument_shows_help() -> None:

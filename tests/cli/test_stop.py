@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
-from infinity.cli.failures import Terminated, deferred
+from infinity.cli.stopping import Terminated, deferred, stoppable, undisturbed
 from tests.cli.command import TIMEOUT_S, start
 
 MANY = ("--steps", "100000")
@@ -92,3 +95,45 @@ def test_an_ignored_signal_stays_ignored_while_libraries_load() -> None:
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _Watched:
+    """Something to look at with a weak reference."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_python_drops_stops_all_the_same(number: signal.Signals) -> None:
+    watched = _Watched()
+    reference = weakref.ref(watched, lambda _: signal.raise_signal(number))
+    hook, alarm = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+    with pytest.raises(KeyboardInterrupt) as stop, stoppable():
+        del watched  # the callback raises, and nobody gets to see it
+        threading.Event().wait(5.0)
+    assert reference() is None
+    assert isinstance(stop.value, Terminated) == (number == signal.SIGTERM)
+    assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == (hook, alarm)
+
+
+def test_a_stop_that_was_dropped_does_not_disturb_closing() -> None:
+    watched = _Watched()
+    reference = weakref.ref(watched, lambda _: signal.raise_signal(signal.SIGINT))
+    with stoppable():
+        del watched
+        with undisturbed():
+            threading.Event().wait(0.1)  # it is asked for again meanwhile, and ignored
+    assert reference() is None
+
+
+def test_other_errors_that_nobody_can_catch_are_shown_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: shown.append(unraisable.exc_type))
+
+    def fail(_: object) -> None:
+        raise ValueError("in a callback")
+
+    watched = _Watched()
+    reference = weakref.ref(watched, fail)
+    with stoppable():
+        del watched
+    assert reference() is None
+    assert shown == [ValueError]

@@ -177,6 +177,9 @@ def test_without_direct_io_the_page_cache_is_measured_and_named(
     assert {series.engine for series in result.series} == {BenchEngine.BUFFERED}
     assert any("engine direct was not measured" in note for note in result.notes)
     assert 'engine = "buffered"' in to_json(result)["config"]
+    every = (BenchEngine.DIRECT, BenchEngine.AIO, BenchEngine.BUFFERED)
+    result = run_tier(_options(tmp_path, engines=every), _quiet)
+    assert [series.engine for series in result.series] == [BenchEngine.BUFFERED] * len(SHORT.workloads)  # once
     monkeypatch.setattr(fio, "find_fio", lambda: "fio")
     with open_target(tmp_path, FILE_NBYTES) as target, pytest.raises(ConfigError, match="it is refused"):
         fio.compare(comparison(), target, repeats=1, seconds=0.1, setup=fio.FioSetup(), progress=_quiet)
@@ -196,7 +199,7 @@ with open({log!r}, "a") as log:
     log.write(json.dumps([*sys.argv[1:], os.environ.get("GLIBC_TUNABLES", "")]) + "\\n")
 if {fails}:
     sys.exit("no such ioengine")
-job = {{"read": {{"bw_bytes": 1000000, "io_bytes": 500000}}, "write": {{"bw_bytes": 0, "io_bytes": 0}},
+job = {{"read": {{"bw_bytes": 1000000, "io_bytes": 500000}}, "write": {{"bw_bytes": 0, "io_bytes": 1000}},
         "usr_cpu": 10.0, "sys_cpu": 30.0, "job_runtime": 500}}
 print("fio: a warning")
 print(json.dumps({{"fio version": "fio-9.9", "jobs": [job]}}))
@@ -228,13 +231,15 @@ def test_fio_takes_turns_on_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert all('"--iodepth=4"' in call and f"--size={FILE_NBYTES}" in call for call in deep)
     assert all("hugetlb=1" in call for call in deep)
     assert len(calls) - len(deep) == 6  # only tried: all are equally fast, and the first one is taken
+    ours = sum(run.moved_nbytes[Op.WRITE] for series in result.series for run in series.runs)
+    assert result.written_nbytes == FILE_NBYTES + ours + 1000 * len(calls)
     report = to_json(result)["compare_fio"]
     assert (report["fio_version"], report["directory"]) == ("fio-9.9", str(swap))
     for name in ("read", "write", "mixed"):
         assert report[name]["fio"] == 1_000_000
         assert (report[name]["fio_engine"], report[name]["fio_huge_pages"]) == ("libaio", True)
         assert report[name]["ratio"] == pytest.approx(report[name]["ours"] / 1_000_000)
-        assert report[name]["fio_cpu_s_per_gb"] == pytest.approx(0.4 * 0.5 / 500_000 * 1e9)
+        assert report[name]["fio_cpu_s_per_gb"] == pytest.approx(0.4 * 0.5 / 501_000 * 1e9)
         assert len(report[name]["ours_values"]) == 3
     assert "taking turns" not in to_html(result)
     assert "Beside fio-9.9" in to_html(result)
@@ -253,12 +258,12 @@ def test_of_the_ways_to_run_fio_the_fastest_that_works_is_taken(
     monkeypatch.setattr(fio, "run_fio", run)
     workload = block_load("x", 100, MIB, 4)
     with open_target(tmp_path, FILE_NBYTES) as target:
-        assert fio.best_setup(workload, target, 1.0) == fio.FioSetup("psync")
+        assert fio.try_setups(workload, target, 1.0).best == fio.FioSetup("psync")
         rates["io_uring"] = 6.0
-        assert fio.best_setup(workload, target, 1.0) == fio.FioSetup("io_uring", huge_pages=True)
+        assert fio.try_setups(workload, target, 1.0).best == fio.FioSetup("io_uring", huge_pages=True)
         rates.clear()
         with pytest.raises(InfinityError, match="psync is not available"):
-            fio.best_setup(workload, target, 1.0)
+            fio.try_setups(workload, target, 1.0)
 
 
 def test_fio_that_fails_says_how_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.checkpoint import folder as folders
 from infinity.checkpoint.folder import replaced_folder
+from infinity.checkpoint.reader import CheckpointReader
 from tests.conftest import small_config
 from tests.resume import Run
 from tests.zoo import Net, batch, loss_of
@@ -318,3 +321,18 @@ def test_a_closed_engine_neither_saves_nor_loads(tmp_path: Path) -> None:
     for act in (engine.save, engine.load):
         with pytest.raises(infinity.InfinityError, match="closed"):
             act(tmp_path / "saved")
+
+
+def test_elements_and_tensors_that_there_are_not(saved: Path) -> None:
+    with CheckpointReader(saved) as checkpoint:
+        name, entry = next(iter(checkpoint.index.parameters.items()))
+        numel = math.prod(entry.shape)
+        whole = torch.empty(numel)
+        checkpoint.read(name, "parameter", 0, whole)
+        for start in (-1, 1, numel):
+            stop = start + numel
+            message = f"elements {start} to {stop} of 'parameter' of {name!r} were asked for, which has {numel} of them"
+            with pytest.raises(infinity.CheckpointError, match=re.escape(message)):
+                checkpoint.read(name, "parameter", start, whole)
+        with pytest.raises(infinity.CheckpointError, match=r"no 'exp_avg_cubed' of '.*'; it has parameter"):
+            checkpoint.read(name, "exp_avg_cubed", 0, whole)

@@ -15,7 +15,7 @@ from storage.backends import kernel_aio, probe
 from storage.backends.aio import AioBackend
 from storage.backends.kernel_aio import KernelAio, address_of, why_not
 from storage.backends.probe import Engine, choose_engine
-from storage.errors import ClosedError, IntegrityError, ReadError, ShortIoError, StorageError, SwapFullError
+from storage.errors import ClosedError, IntegrityError, IoError, ReadError, ShortIoError, StorageError, SwapFullError
 from storage.pool import HostPool
 from storage.types import IoRequest, Op, Priority
 from tests.storage.helpers import PAGE, WAIT_S, failure, filled, finish, pattern, request, run_threads
@@ -335,3 +335,36 @@ def test_other_machines_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPa
 def test_too_much_for_the_kernel_is_an_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_aio, "_numbers", lambda: (1 << 20, 1 << 20, 1 << 20, 1 << 20))
     assert why_not() == "the kernel refuses: Function not implemented"
+
+
+def test_an_engine_with_no_room_in_the_kernel_says_which_setting_it_is() -> None:
+    with pytest.raises(StorageError, match=r"with 100000000 transfers at a time.*Raise fs\.aio-max-nr"):
+        probe.make_backend(Engine.AIO, threads=100_000_000, block_nbytes=PAGE)
+
+
+class BrokenKernel(HeldKernel):
+    """When it is let go, it breaks."""
+
+    def wait(self) -> list[tuple[int, int]]:
+        if super().wait():
+            raise OSError(errno.EINVAL, "the context is gone")
+        return []
+
+
+def test_a_kernel_that_breaks_fails_everything_and_what_comes_after(fd: int, pool: HostPool) -> None:
+    kernel = BrokenKernel(2)
+    backend = _backend(2, kernel=kernel)
+    with pool.lease(8 * PAGE, "read") as lease:
+        in_service, waits, late = (request(Op.READ, lease.memory, fd=fd) for _ in range(3))
+        backend.submit(in_service)
+        assert kernel.holds.wait(WAIT_S)
+        backend.submit(waits)
+        kernel.let_go.set()
+        for read in (in_service, waits):
+            error = failure(read.ticket)
+            assert isinstance(error, IoError)
+            assert "the I/O backend of file has ended: [Errno 22] the context is gone" in str(error)
+        with pytest.raises(IoError, match="has ended"):
+            backend.submit(late)
+        assert backend.in_flight() == []
+        backend.close()

@@ -197,3 +197,18 @@ def test_what_somebody_begins_to_wait_for_goes_first(fd: int) -> None:
         finish(read.ticket)
     backend.close()
     assert order == ["key 0", "key 2", "key 1"]
+
+
+def test_a_system_without_threads_gets_back_those_that_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start"):
+        DirectBackend(threads=3, block_nbytes=PAGE)
+    assert [thread.is_alive() for thread in started] == [False, False]

@@ -93,3 +93,31 @@ def test_fio_accepts_a_trace_and_moves_the_same_bytes(tmp_path: Path, drives: in
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
     assert {op: job[op]["io_bytes"] for op in ("read", "write")} == moved
     assert {file.name for file in target.iterdir()} == {f"drive{number}.dat" for number in range(drives)}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_trace_that_cannot_be_written_ends_and_the_transfers_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = IoLog(Path("/dev/full"))
+    with HostPool(MIB).lease(4096, "test") as lease:
+        store = ShardStore.open([tmp_path], MIB, options=StorageOptions(calibrate="off"), wrap_backend=log.wrap)
+        store.create("a", 4096)
+        for _ in range(1000):  # more than is written at once
+            ticket = store.submit_write("a", lease.memory, tag=TAG)
+            assert ticket.wait(20)
+            ticket.result()
+        store.close()
+        log.close()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "the trace /dev/full is not complete: No space left on device. The transfers go on"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_trace_that_cannot_be_ended_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    log = IoLog(Path("/dev/full"))
+    log.close()
+    log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the trace /dev/full is not complete: No space left on device. The transfers go on"
+    ]

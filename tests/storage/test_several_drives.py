@@ -92,7 +92,7 @@ def test_keys_move_when_they_are_written(two: SeveralDrives, pool: HostPool) -> 
 def test_small_changes_of_speed_move_nothing(two: SeveralDrives, pool: HostPool) -> None:
     two.store.create("a", 8 * MIB)
     places = two.extents("a")
-    for turn, speeds in enumerate([(100, 100), (110, 95), (95, 105), (100, 108)]):
+    for turn, speeds in enumerate([(100, 100), (106, 96), (97, 104), (100, 108)]):
         two.are_measured(*speeds)
         two.write(pool, "a", turn, _PAGES)
         assert two.extents("a") == places

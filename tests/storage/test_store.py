@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from storage import transfer
 from storage.backends.base import Backend
 from storage.errors import ClosedError, ShortIoError, StorageError, SwapFullError
 from storage.pool import HostPool
@@ -453,3 +456,34 @@ def _hold(held: list[HeldBackend], kind: type[HeldBackend] = HeldBackend):  # ty
         return held[-1]
 
     return wrap
+
+
+def test_no_memory_for_what_is_read_back_fails_the_transfer_and_no_other(
+    open_store: MakeStore, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends: list[HeldBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        backends.append(HeldBackend(backend))
+        return backends[-1]
+
+    def refuse(fileno: int, nbytes: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    store = open_store(wrap_backend=wrap)
+    store.create("a", 8 * PAGE)
+    with filled(pool, 8 * PAGE, 1) as written, pool.lease(8 * PAGE, "read") as read:
+        write = store.submit_write("a", written.memory, tag=TAG)
+        behind = store.submit_read("a", read.memory[:PAGE], offset=PAGE, tag=TAG)  # the rest of its block is needed
+        monkeypatch.setattr(transfer, "mmap", SimpleNamespace(mmap=refuse))
+        backends[0].let_go()
+        finish(write)
+        assert isinstance(failure(behind), OSError)
+        at_once = store.submit_read("a", read.memory[:PAGE], offset=PAGE, tag=TAG)
+        assert isinstance(failure(at_once), OSError)
+        monkeypatch.undo()
+        whole = store.submit_read("a", read.memory, tag=TAG)
+        backends[0].let_go()
+        finish(whole)
+        assert read.memory == written.memory
+    assert store.drain(0.0)

@@ -5,10 +5,11 @@ import threading
 import pytest
 
 from storage.backends.cost import IoCost
+from storage.backends.faulty import Fault, FaultyBackend
 from storage.backends.throttled import SystemClock, Throttle, ThrottledBackend
-from storage.errors import ClosedError
+from storage.errors import ClosedError, ReadError
 from storage.types import IoRequest, Op, Priority
-from tests.storage.helpers import PAGE, WAIT_S, StepClock, failure, finish, request
+from tests.storage.helpers import PAGE, WAIT_S, HeldBackend, StepClock, failure, finish, request
 
 _MEMORY = memoryview(bytearray(PAGE))
 
@@ -39,6 +40,14 @@ class InstantBackend:
         self.served = list(self.served)
 
 
+def note_ends(requests: list[IoRequest], clock: StepClock) -> list[float]:
+    """When requests end, filled as they do."""
+    ends: list[float] = []
+    for one in requests:
+        one.ticket.add_done_callback(lambda _: ends.append(clock.now_s()))
+    return ends
+
+
 class BlockedClock(StepClock):
     """Sleeps only begin when the test says so."""
 
@@ -56,13 +65,14 @@ def test_bytes_take_their_time_and_latencies_overlap() -> None:
     inner = InstantBackend(clock)
     backend = ThrottledBackend(inner, Throttle(PAGE, 2 * PAGE, latency_s=0.5), clock)
     reads = [request(Op.READ, _MEMORY) for _ in range(3)]
+    ends = note_ends(reads, clock)
     for read in reads:
         backend.submit(read)
     assert len(backend.in_flight()) == 3
     clock.may_sleep.set()
     for read in reads:
         finish(read.ticket)
-    assert [when for _, when in inner.served] == pytest.approx([1.5, 2.5, 3.5])
+    assert ends == pytest.approx([1.5, 2.5, 3.5])
     backend.close()
 
 
@@ -86,15 +96,15 @@ def test_what_somebody_waits_for_goes_first() -> None:
     inner = InstantBackend(clock)
     backend = ThrottledBackend(inner, Throttle(PAGE, PAGE), clock)
     first = request(Op.READ, _MEMORY, priority=Priority.DEMAND)
-    ahead = request(Op.READ, _MEMORY, priority=Priority.READ_AHEAD)
-    demand = request(Op.READ, _MEMORY, priority=Priority.DEMAND)
+    ahead = request(Op.READ, _MEMORY, offset=PAGE, priority=Priority.READ_AHEAD)
+    demand = request(Op.READ, _MEMORY, offset=2 * PAGE, priority=Priority.DEMAND)
     for read in (first, ahead, demand):
         backend.submit(read)
     clock.may_sleep.set()
     for read in (first, ahead, demand):
         finish(read.ticket)
-    served = [one for one, _ in inner.served]
-    assert served.index(demand) < served.index(ahead)
+    offsets = [one.offset for one, _ in inner.served]
+    assert offsets.index(demand.offset) < offsets.index(ahead.offset)
     backend.close()
 
 
@@ -115,3 +125,32 @@ def test_closing_does_not_wait_for_a_slow_transfer() -> None:
 def test_impossible_drives_are_refused(rates: tuple[float, float, float]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         Throttle(*rates)
+
+
+def test_a_real_drive_that_is_slower_than_the_modelled_one_ends_a_transfer() -> None:
+    clock = StepClock()
+    inner = HeldBackend(InstantBackend(clock))
+    backend = ThrottledBackend(inner, Throttle(PAGE, PAGE), clock)
+    reads = [request(Op.READ, _MEMORY, offset=number * PAGE) for number in range(2)]
+    for read in reads:
+        backend.submit(read)
+    inner.wait_for(2)  # the model goes on; both are with the real drive, which has not moved them
+    assert not any(read.ticket.done for read in reads)
+    assert sorted(one.offset for one in backend.in_flight()) == [0, PAGE]
+    inner.let_go(1)
+    finish(reads[1].ticket)
+    assert not reads[0].ticket.done
+    backend.close()
+    assert isinstance(failure(reads[0].ticket), ClosedError)
+
+
+def test_errors_of_the_real_drive_pass_through() -> None:
+    clock = StepClock()
+    faulty = FaultyBackend(InstantBackend(clock))
+    faulty.inject(Fault.IO_ERROR)
+    backend = ThrottledBackend(faulty, Throttle(PAGE, PAGE), clock)
+    read = request(Op.READ, _MEMORY)
+    backend.submit(read)
+    assert isinstance(failure(read.ticket), ReadError)
+    assert backend.in_flight() == []
+    backend.close()

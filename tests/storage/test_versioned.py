@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import sqlite3
 import subprocess
@@ -13,9 +15,21 @@ from pathlib import Path
 
 import pytest
 
+from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
-from storage.errors import ClosedError, IntegrityError, StorageError, SwapFullError, SwapInUseError, WriteError
+from storage.durable import DurableFolder
+from storage.errors import (
+    ClosedError,
+    IntegrityError,
+    IoTimeoutError,
+    StorageError,
+    SwapFullError,
+    SwapInUseError,
+    WriteError,
+)
+from storage.manifest import Before
 from storage.pool import HostPool
+from storage.swapfile import OWNER_FILE
 from storage.types import Op
 from storage.versioned import VersionedStore
 from tests.storage.helpers import MIB, PAGE, TAG, WAIT_S, failure, filled, finish
@@ -335,3 +349,98 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot hold swap files"):
         VersionedStore.open([tmp_path / "file"], PAGE)
+
+
+def test_the_name_of_a_key_that_a_generation_has_is_not_for_a_volatile_one(tmp_path: Path, pool: HostPool) -> None:
+    store = open_versioned(tmp_path)
+    store.create("a", PAGE)
+    put(store, pool, "a", 1, 1)
+    store.commit(1)
+    store.delete("a")
+    with pytest.raises(ValueError, match="'a' was deleted since the last commit; commit, then"):
+        store.create("a", PAGE, is_volatile=True)
+    store.commit(2)
+    store.create("a", 2 * PAGE, is_volatile=True)
+    expected = put(store, pool, "a", 2, 2)
+    store.commit(3)
+    assert get(store, pool, "a") == expected
+    store = reopen(store, tmp_path)
+    assert store.keys() == []
+    check_extents(store)
+    store.close()
+
+
+@pytest.mark.parametrize("goes_back_one_more", [False, True])
+def test_going_back_while_transfers_go_on_changes_nothing(
+    tmp_path: Path, pool: HostPool, goes_back_one_more: bool
+) -> None:
+    faults: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        faults.append(FaultyBackend(backend))
+        return faults[-1]
+
+    store = open_versioned(tmp_path, wrap_backend=wrap)
+    store.create("a", PAGE)
+    contents = []
+    for step in (1, 2):
+        contents.append(put(store, pool, "a", step, 1))
+        store.commit(step, before=Before.KEEP)
+    go_back = store.step_back if goes_back_one_more else store.roll_back
+    faults[0].inject(Fault.STUCK)
+    with filled(pool, PAGE, 3) as lease:
+        ticket = store.submit_write("a", lease.memory, tag=TAG)
+        with pytest.raises(IoTimeoutError, match="going back from step 2"):
+            go_back(0.01)
+        assert (store.generation, store.step) == (2, 2)
+        faults[0].release_stuck()
+        finish(ticket)
+    go_back(WAIT_S)
+    assert (store.step, get(store, pool, "a")) == ((1, contents[0]) if goes_back_one_more else (2, contents[1]))
+    check_extents(store)
+    store.close()
+
+
+def test_going_back_to_checksums_of_something_else_is_refused(tmp_path: Path, pool: HostPool) -> None:
+    store = open_versioned(tmp_path)
+    store.create("a", PAGE)
+    put(store, pool, "a", 1, 1)
+    store.commit(1)
+    (record,) = store._manifest.load()
+    store._manifest.commit(2, [replace(record, digests=record.digests * 2)], [])
+    newer = put(store, pool, "a", 2, 1)
+    with pytest.raises(IntegrityError, match="checksums of 1 blocks for 'a'"):
+        store.roll_back(WAIT_S)
+    assert get(store, pool, "a") == newer  # nothing has changed
+    store.close()
+    with pytest.raises(IntegrityError, match="checksums of 1 blocks for 'a'"):
+        open_versioned(tmp_path)
+
+
+def test_a_closed_store_does_not_go_back(tmp_path: Path) -> None:
+    store = open_versioned(tmp_path)
+    store.close()
+    for go_back in (store.step_back, store.roll_back):
+        with pytest.raises(ClosedError):
+            go_back(WAIT_S)
+
+
+def test_a_folder_is_let_go_although_that_cannot_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = DurableFolder(tmp_path / "folder", "run")
+    owner = (folder.path / OWNER_FILE).read_text()
+
+    def refuse(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", refuse)
+        folder.close()
+    assert (folder.path / OWNER_FILE).read_text() == owner  # still readable
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder.path}: could not note that nobody uses it: No space left on device"
+    ]
+    again = DurableFolder(tmp_path / "folder", "the next run")
+    assert json.loads((again.path / OWNER_FILE).read_text())["run"] == "the next run"
+    again.close()
