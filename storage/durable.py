@@ -110,7 +110,7 @@ class DurableFolder:
         if self._fd >= 0:
             try:
                 if self._owner_pid == os.getpid():
-                    self._note_owner(self._run_name, boot="")  # nobody of this boot uses it, though this process lives on
+                    self._note_owner(self._run_name, boot="")  # nobody uses it, though this process lives on
             except OSError as error:  # it only matters where locks do not work
                 _log.warning("%s: could not note that nobody uses it: %s", self.path, error.strerror)
             finally:

@@ -72,6 +72,14 @@ def test_removes_what_a_killed_run_without_nvme_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [just_made]
 
 
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_removed(tmp_path: Path) -> None:
+    dead = _abandon(tmp_path)
+    code, _, error = call("clean", tmp_path, "--json", tmp_path / "missing" / "report.json")
+    assert code == 2
+    assert "does not exist" in error
+    assert dead.exists()
+
+
 def test_nothing_to_do(tmp_path: Path) -> None:
     code, output, _ = call("clean", tmp_path)
     assert code == 0
