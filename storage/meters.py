@@ -3,6 +3,12 @@
 The speed of a drive is measured while enough is in flight to keep it busy, in windows of a fraction of a second; the
 newest window counts as much as all before it. A drive that stops answering completes nothing, so there is also a bound
 that needs no completion: it cannot have moved more than it was given.
+
+[Note: latency is no speed] A drive that gets one transfer at a time shows its speed and its latency together, and would
+get less than its share for it, so that it never gets more than one at a time. Where transfers queue, latencies overlap:
+from the end of one to the end of the next only the next has moved, if it was there already when the one before both
+ended. Only such ends tell the speed. A drive without a queue beside one that has one is therefore taken for faster than
+it looks, by a little more in every window, until it has enough to do and shows its speed.
 """
 
 from __future__ import annotations
@@ -10,8 +16,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from storage.shares import Measured
 from storage.types import Op
@@ -21,46 +27,104 @@ _WINDOW_S = 0.25
 _WINDOW_NBYTES = 8 << 20  # a window is over when it is long enough and this much has moved,
 _LONGEST_WINDOW_S = 1.0  # or after this time
 _NEWEST = 0.5  # weight of the newest window
+_QUEUED_SHARE = 0.5  # of a window; with less the drive is idle now and then
+_GROWTH, _MOST_GROWTH = 1.0625, 2.0  # of what a drive shows that is idle now and then: in a window, and altogether
 # When so much was moved since a drive's last window, it is measured again: it may have recovered, but a drive that is
 # given nothing would never show it.
 _STALE_NBYTES = 4 << 30
 
 
 @dataclass(slots=True)
+class _Window:
+    """What has moved since the last measurement, and the time in which enough was in flight.
+
+    Attributes:
+        queued_nbytes, queued_s: of it, from end to end of transfers that had to wait for others.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    queued_nbytes: int = 0
+    queued_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return (self.seconds >= _WINDOW_S and self.nbytes >= _WINDOW_NBYTES) or self.seconds >= _LONGEST_WINDOW_S
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the drive had enough to do; see [Note: latency is no speed]."""
+        return self.queued_s >= _QUEUED_SHARE * self.seconds
+
+    @property
+    def nbytes_per_s(self) -> float:
+        return self.queued_nbytes / self.queued_s if self.is_queued else self.nbytes / self.seconds
+
+
+@dataclass(slots=True)
 class _Channel:
-    """One direction of one drive."""
+    """One direction of one drive.
+
+    Attributes:
+        is_queued: what the last window was; None before there was one.
+        has_followers: whether two transfers were in flight after the last end, and after the one before.
+    """
 
     nbytes: int = 0
     busy_s: float = 0.0
     in_flight: int = 0
     in_flight_nbytes: int = 0
     seen_s: float = 0.0
-    window_nbytes: int = 0
-    window_s: float = 0.0
+    ended_s: float = 0.0
+    window: _Window = field(default_factory=_Window)
     nbytes_per_s: float | None = None
+    is_queued: bool | None = None
+    has_followers: tuple[bool, bool] = (False, False)
     measured_at_nbytes: int = 0  # what all drives had moved at the end of the last window
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.in_flight_nbytes >= _LOADED_NBYTES
 
     def advance(self, now_s: float) -> None:
         passed_s, self.seen_s = now_s - self.seen_s, now_s
         if self.in_flight:
             self.busy_s += passed_s
-        if self.in_flight_nbytes >= _LOADED_NBYTES:
-            self.window_s += passed_s
+        if self.is_loaded:
+            self.window.seconds += passed_s
 
-    def note_window(self, moved_nbytes: int) -> None:
-        is_enough = self.window_s >= _WINDOW_S and self.window_nbytes >= _WINDOW_NBYTES
-        if not is_enough and self.window_s < _LONGEST_WINDOW_S:
+    def begin(self, nbytes: int) -> None:
+        self.in_flight += 1
+        self.in_flight_nbytes += nbytes
+
+    def end(self, now_s: float, nbytes: int, moved_nbytes: int) -> None:
+        """A transfer has ended; `advance` has been called."""
+        self.nbytes += moved_nbytes
+        if self.is_loaded:
+            self.window.nbytes += moved_nbytes
+        last, before = self.has_followers
+        if before:
+            self.window.queued_nbytes += moved_nbytes
+            self.window.queued_s += now_s - self.ended_s
+        self.in_flight -= 1
+        self.in_flight_nbytes -= nbytes
+        self.has_followers, self.ended_s = (self.in_flight >= 2 and self.is_loaded, last), now_s
+
+    def note_window(self, moved_nbytes: int, others: Iterable[_Channel]) -> None:
+        window = self.window
+        if not window.is_over:
             return
-        speed = self.window_nbytes / self.window_s
-        before = self.nbytes_per_s
-        self.nbytes_per_s = speed if before is None else before + _NEWEST * (speed - before)
-        self.window_nbytes, self.window_s = 0, 0.0
-        self.measured_at_nbytes = moved_nbytes
+        self.window, self.is_queued, self.measured_at_nbytes = _Window(), window.is_queued, moved_nbytes
+        speed, before = window.nbytes_per_s, self.nbytes_per_s
+        if not self.is_queued and any(one.is_queued for one in others):
+            self.nbytes_per_s = min(_GROWTH * max(speed, before or 0.0), _MOST_GROWTH * speed)
+        else:
+            self.nbytes_per_s = speed if before is None else before + _NEWEST * (speed - before)
 
     def at_most_nbytes_per_s(self) -> float:
-        if self.window_s < _WINDOW_S or self.in_flight_nbytes < _LOADED_NBYTES:
+        if self.window.seconds < _WINDOW_S or not self.is_loaded:
             return math.inf
-        return (self.window_nbytes + self.in_flight_nbytes) / self.window_s
+        return (self.window.nbytes + self.in_flight_nbytes) / self.window.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +161,17 @@ class DriveMeters:
         channel = self._channels[op][drive]
         with self._lock:
             channel.advance(self._now_s())
-            channel.in_flight += 1
-            channel.in_flight_nbytes += nbytes
+            channel.begin(nbytes)
 
     def ended(self, drive: int, op: Op, nbytes: int, *, has_moved: bool) -> None:
         """A request has ended, successfully or not."""
         channel = self._channels[op][drive]
         with self._lock:
-            channel.advance(self._now_s())
-            is_loaded = channel.in_flight_nbytes >= _LOADED_NBYTES
-            channel.in_flight -= 1
-            channel.in_flight_nbytes -= nbytes
-            if has_moved:
-                channel.nbytes += nbytes
-                self._moved_nbytes[op] += nbytes
-                channel.window_nbytes += nbytes if is_loaded else 0
-            channel.note_window(sum(self._moved_nbytes.values()))
+            now_s, moved_nbytes = self._now_s(), nbytes if has_moved else 0
+            channel.advance(now_s)
+            channel.end(now_s, nbytes, moved_nbytes)
+            self._moved_nbytes[op] += moved_nbytes
+            channel.note_window(sum(self._moved_nbytes.values()), self._channels[op])
 
     def reading(self, drive: int, op: Op) -> Reading:
         """What a drive has done so far."""
