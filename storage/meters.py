@@ -111,15 +111,17 @@ class _Channel:
         self.has_followers, self.ended_s = (self.in_flight >= 2 and self.is_loaded, last), now_s
 
     def note_window(self, moved_nbytes: int, others: Iterable[_Channel]) -> None:
+        """Take a new speed over when there is one; `others` are the drives, `moved_nbytes` what all have moved."""
         window = self.window
         if not window.is_over:
             return
         self.window, self.is_queued, self.measured_at_nbytes = _Window(), window.is_queued, moved_nbytes
-        speed, before = window.nbytes_per_s, self.nbytes_per_s
+        speed = window.nbytes_per_s
+        before = speed if self.nbytes_per_s is None else self.nbytes_per_s
+        self.nbytes_per_s = before + _NEWEST * (speed - before)
         if not self.is_queued and any(one.is_queued for one in others):
-            self.nbytes_per_s = min(_GROWTH * max(speed, before or 0.0), _MOST_GROWTH * speed)
-        else:
-            self.nbytes_per_s = speed if before is None else before + _NEWEST * (speed - before)
+            more = min(_GROWTH * max(speed, before), _MOST_GROWTH * speed)
+            self.nbytes_per_s = max(self.nbytes_per_s, more)
 
     def at_most_nbytes_per_s(self) -> float:
         if self.window.seconds < _WINDOW_S or not self.is_loaded:
