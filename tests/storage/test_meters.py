@@ -106,3 +106,50 @@ def test_a_drive_that_was_given_nothing_for_long_is_measured_again() -> None:
     assert drives.meters.reading(1, Op.WRITE).nbytes_per_s == pytest.approx(16 * MIB)
     drives.move(1, 16 * MIB, 0.5)
     assert drives.speed(1) == pytest.approx(24 * MIB)
+
+
+def _queue(drives: Drives, drive: int, transfers: int, seconds: float, latency_s: float = 0.0) -> None:
+    """Transfers of 8 MiB, three in flight from the beginning on, each `seconds` after the other."""
+    for _ in range(3):
+        drives.meters.began(drive, Op.WRITE, 8 * MIB)
+    drives.clock.sleep(latency_s)
+    for number in range(transfers):
+        drives.clock.sleep(seconds)
+        drives.meters.ended(drive, Op.WRITE, 8 * MIB, has_moved=True)
+        if number < transfers - 3:
+            drives.meters.began(drive, Op.WRITE, 8 * MIB)
+
+
+def test_latency_is_no_part_of_the_speed_of_transfers_that_wait() -> None:
+    drives = Drives()
+    _queue(drives, 0, 10, 0.1, latency_s=0.05)
+    assert drives.speed(0) == pytest.approx(80 * MIB)
+    for _ in range(10):
+        drives.move(1, 8 * MIB, 0.1 + 0.05)  # one at a time
+    assert drives.speed(1) is not None
+    assert drives.speed(1) < 80 * MIB
+
+
+def test_a_drive_without_a_queue_beside_one_that_has_one_counts_as_a_little_faster_each_time() -> None:
+    drives = Drives()
+    _queue(drives, 0, 10, 0.1)
+    seen = []
+    for _ in range(40):
+        for _ in range(3):  # a window
+            drives.move(1, 8 * MIB, 0.1)
+        seen.append(drives.speed(1))
+    shown = 80 * MIB
+    assert seen[0] == pytest.approx(shown * 1.0625)
+    assert seen[1] == pytest.approx(shown * 1.0625**2)
+    assert seen[-1] == pytest.approx(shown * 2)  # and no more
+    assert seen == sorted(seen)
+    _queue(drives, 1, 40, 0.1)
+    assert drives.speed(1) == pytest.approx(shown, rel=0.01)  # with a queue it shows what it can
+
+
+def test_a_drive_without_a_queue_where_none_has_one_is_as_fast_as_it_looks() -> None:
+    drives = Drives()
+    for _ in range(40):
+        drives.move(0, 8 * MIB, 0.1)
+        drives.move(1, 8 * MIB, 0.2)
+    assert (drives.speed(0), drives.speed(1)) == (pytest.approx(80 * MIB), pytest.approx(40 * MIB))
