@@ -338,8 +338,11 @@ def test_too_much_for_the_kernel_is_an_error_and_leaves_nothing(monkeypatch: pyt
 
 
 def test_an_engine_with_no_room_in_the_kernel_says_which_setting_it_is() -> None:
-    with pytest.raises(StorageError, match=r"with 100000000 transfers at a time.*Raise fs\.aio-max-nr"):
-        probe.make_backend(Engine.AIO, threads=100_000_000, block_nbytes=PAGE)
+    too_many = int(Path("/proc/sys/fs/aio-max-nr").read_text()) + 1
+    if too_many > 1 << 20:
+        pytest.skip("a test would need too much memory for so many transfers as this kernel has room for")
+    with pytest.raises(StorageError, match=rf"with {too_many} transfers at a time.*Raise fs\.aio-max-nr"):
+        probe.make_backend(Engine.AIO, threads=too_many, block_nbytes=PAGE)
 
 
 class BrokenKernel(HeldKernel):
