@@ -77,6 +77,7 @@ class SimulatedIo(ABC):
         tag: TrafficTag,
         payload_nbytes: int | None = None,
     ) -> Ticket:
+        self._check_span(op, key, offset, offset + len(memory))
         payload_nbytes = len(memory) if payload_nbytes is None else payload_nbytes
         ticket = Ticket(f"{op.value} of {key}")
         operation = Operation(op, key, offset, memory, priority, tag, payload_nbytes, ticket)
@@ -84,6 +85,10 @@ class SimulatedIo(ABC):
         if self._orders.setdefault(key, KeyOrder()).add(operation):
             self._begin(operation)
         return ticket
+
+    @abstractmethod
+    def _check_span(self, op: Op, key: str, start: int, stop: int) -> None:
+        """Refuse bytes that a key does not have, where that is known. Raises ValueError."""
 
     def _finish(self, operation: Operation, error: BaseException | None = None) -> None:
         """An operation is over: what waited for it begins, then its ticket is done."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from infinity.shard_io import SimulatedIo
 from storage.ordering import KeyOrder, Operation
-from storage.types import Op, Priority, Ticket, TrafficTag
+from storage.types import Op, Priority, TrafficTag
 
 _PAGE_NBYTES = 4096
 
@@ -76,11 +76,10 @@ class SimulatedStore(SimulatedIo):
         """What is stored under a key now."""
         return bytes(self._bytes[key])
 
-    def _submit(self, op: Op, key: str, offset: int, memory: memoryview, priority: Priority, tag: TrafficTag) -> Ticket:
-        there, stop = len(self._bytes[key]), offset + len(memory)
-        if offset % _PAGE_NBYTES or stop % _PAGE_NBYTES or stop > there:
-            raise ValueError(f"{op.value} of {key}: bytes {offset} to {stop} of {there}")
-        return super()._submit(op, key, offset, memory, priority, tag)
+    def _check_span(self, op: Op, key: str, start: int, stop: int) -> None:
+        there = len(self._bytes[key])
+        if start % _PAGE_NBYTES or stop % _PAGE_NBYTES or stop > there:
+            raise ValueError(f"{op.value} of {key}: bytes {start} to {stop} of {there}")
 
     def _begin(self, operation: Operation) -> None:
         lost = self._orders[operation.key].lost_in(operation.start, operation.stop)
