@@ -15,6 +15,7 @@ from storage.backends.kernel_aio import why_not
 from storage.backends.probe import Engine, choose_engine, make_backend
 from storage.calibration_cache import Calibrate, find_calibration
 from storage.checksums import Checksum
+from storage.errors import StorageError
 from storage.health import DEFAULT_RETRY_FULL_S
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 
@@ -143,13 +144,13 @@ def start_backend(
         reason: why this engine; logged with the settings and their reason.
     """
     tuning = choose_tuning(folder, engine, options)
-    backend = make_backend(
-        tuning.engine,
-        threads=tuning.threads,
-        block_nbytes=tuning.block_nbytes,
-        eio_retries=options.eio_retries,
-        write_memory_nbytes=options.write_memory_nbytes,
-    )
+    try:
+        backend = _make_backend(tuning.engine, tuning, options)
+    except StorageError as error:
+        if options.engine != Engine.AUTO:
+            raise
+        _log.warning("%s: %s. Threads are used instead", folder, error)
+        backend = _make_backend(engine, tuning, options)
     try:
         used = backend if wrap_backend is None else wrap_backend(backend)
     except BaseException:
@@ -158,6 +159,16 @@ def start_backend(
     closing.callback(used.close)
     _log.info("files in %s: %s I/O (%s), %s", folder, used.name, reason, tuning.reason)
     return used
+
+
+def _make_backend(engine: Engine, tuning: Tuning, options: StorageOptions) -> Backend:
+    return make_backend(
+        engine,
+        threads=tuning.threads,
+        block_nbytes=tuning.block_nbytes,
+        eio_retries=options.eio_retries,
+        write_memory_nbytes=options.write_memory_nbytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

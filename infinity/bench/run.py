@@ -59,10 +59,10 @@ def run_tier(options: TierOptions, progress: Progress) -> BenchResult:
     """
     if options.comparison is not None:
         find_fio()
-    for path in options.paths:
-        check_directory(path)
     if len({path.resolve() for path in options.paths}) < len(options.paths):
         raise ConfigError("a directory is given twice; give one directory per drive")
+    for path in options.paths:
+        check_directory(path)
     started_s = time.perf_counter()
     result = BenchResult(describe_machine())
     with ExitStack() as closing:

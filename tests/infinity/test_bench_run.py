@@ -28,6 +28,7 @@ from infinity.bench.tier import fill, ready, run_profile
 from infinity.errors import ConfigError, InfinityError
 from infinity.sizes import MIB
 from storage.backends.cost import IoCost
+from storage.backends.kernel_aio import why_not
 from storage.errors import ClosedError, IoError
 from storage.types import IoRequest, Op
 
@@ -221,7 +222,8 @@ def test_fio_takes_turns_on_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
     if not _is_direct(swap):
         pytest.skip("no direct I/O here")
     log = _fake_fio(programs, monkeypatch)
-    options = _options(swap, profiles=(), comparison=comparison(MIB, 4), comparison_repeats=3)
+    compared = {"comparison": comparison(MIB, 4), "comparison_repeats": 3, "comparison_engine": BenchEngine.DIRECT}
+    options = _options(swap, profiles=(), **compared)
     result = run_tier(options, _quiet)
     calls = log.read_text().splitlines()
     trials = 3 * 2 * 3  # of each mix, twice, every way to run fio
@@ -264,6 +266,16 @@ def test_of_the_ways_to_run_fio_the_fastest_that_works_is_taken(
         rates.clear()
         with pytest.raises(InfinityError, match="psync is not available"):
             fio.try_setups(workload, target, 1.0)
+
+
+def test_what_finding_our_best_engine_writes_is_counted(tmp_path: Path) -> None:
+    if not _is_direct(tmp_path):
+        pytest.skip("no direct I/O here")
+    with open_target(tmp_path, FILE_NBYTES) as target:
+        engine, written_nbytes = fio.best_engine(block_load("x", 0, MIB, 4), target, 0.1)
+        assert engine in (BenchEngine.DIRECT, BenchEngine.AIO)
+        assert written_nbytes > 0 or why_not() is not None
+        assert fio.best_engine(block_load("x", 100, MIB, 4), target, 0.1)[1] == 0
 
 
 def test_fio_that_fails_says_how_it_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from storage import calibration, calibration_cache, devices, drives
+from storage.backends import probe
 from storage.backends.probe import Engine
 from storage.calibration import (
     MOST_WRITTEN_NBYTES,
@@ -359,6 +361,31 @@ def test_the_engine_that_was_found_best_is_what_auto_takes(tmp_path: Path, monke
         assert engine("direct") is Engine.DIRECT  # who insists gets it, with the settings that were measured
         monkeypatch.setattr(drives, "why_not", lambda: "the kernel refuses")  # measured on another kernel
         assert engine("auto") is Engine.DIRECT
+    finally:
+        path.unlink()
+
+
+@pytest.mark.usefixtures("can_direct")
+def test_where_the_kernel_has_no_room_for_the_best_engine_auto_takes_the_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from storage.store import ShardStore
+
+    def refuse(**settings: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    found = replace(_FOUND, device=identify_device(tmp_path), measured_s=os.stat(tmp_path).st_mtime, best_engine="aio")
+    path = CalibrationCache().keep(found)
+    try:
+        monkeypatch.setattr(drives, "why_not", lambda: None)
+        monkeypatch.setattr(probe, "why_not", lambda: None)
+        monkeypatch.setattr(probe, "AioBackend", refuse)
+        store = ShardStore.open([tmp_path], MIB, options=StorageOptions(free_margin_nbytes=0))
+        assert store.engine_name.startswith("direct ")
+        store.close()
+        assert "Raise fs.aio-max-nr (sysctl), which all processes share, or use 'direct'. Threads are" in caplog.text
+        with pytest.raises(StorageError, match=r"Raise fs\.aio-max-nr"):
+            ShardStore.open([tmp_path], MIB, options=StorageOptions(free_margin_nbytes=0, engine="aio"))
     finally:
         path.unlink()
 
