@@ -10,9 +10,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from infinity.cli.console import can_redraw
-from infinity.cli.failures import undisturbed
 from infinity.cli.live import LiveView
 from infinity.cli.records import Counters, StepRecord
+from infinity.cli.stopping import undisturbed
 from infinity.sizes import format_nbytes
 
 _REFRESH_PER_S = 4

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.failures import Terminated
 from infinity.cli.files import write_json
+from infinity.cli.stopping import Terminated
 from infinity.errors import ConfigError
 from infinity.observe.shortages import report_of
 from infinity.observe.trace import Trace
