@@ -24,7 +24,7 @@ from infinity.optim.splitmaster import join_master, split_master
 _BLOCK_NUMEL = 1024 * CUT_NUMEL  # a block's master, gradient and moments stay in the second-level cache
 
 
-class _RuleKernel(ABC):
+class RuleKernel(ABC):
     """What the forms share. Calls the rule once per hyperparameters, with one view per piece."""
 
     param_dtype: torch.dtype
@@ -84,7 +84,7 @@ class _RuleKernel(ABC):
         self._rule.update(Operands(views(master), views(grad), [views(m) for m in moments], steps), hyper)
 
 
-class WholeMaster(_RuleKernel):
+class WholeMaster(RuleKernel):
     """fp32: the parameter is the master."""
 
     param_dtype = torch.float32
@@ -102,7 +102,7 @@ class WholeMaster(_RuleKernel):
         self._run(param, grad, state, pieces, hyper)
 
 
-class SplitMaster(_RuleKernel):
+class SplitMaster(RuleKernel):
     """bf16: the master is joined and split again, block by block."""
 
     param_dtype = torch.bfloat16
@@ -129,7 +129,7 @@ class SplitMaster(_RuleKernel):
             low[span].copy_(rest)
 
 
-class SeparateMaster(_RuleKernel):
+class SeparateMaster(RuleKernel):
     """fp16: the master lies in the state, and the parameter is it rounded."""
 
     param_dtype = torch.float16

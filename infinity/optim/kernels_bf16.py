@@ -1,4 +1,7 @@
-"""AdamW on bf16 parameters with a split fp32 master: [Note: split master] in splitmaster.py."""
+"""AdamW in one pass: on bf16 parameters with a split fp32 master, and on fp16 parameters with a master beside them.
+
+[Note: split master] in splitmaster.py says how a master is split.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinity.config import StateFormat
-from infinity.optim.forms import SplitMaster
+from infinity.optim.forms import RuleKernel, SeparateMaster, SplitMaster
 from infinity.optim.hyper import CUT_NUMEL, AdamWHyper, Hyper, Piece, check_update
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.moments import noise_keys
@@ -32,13 +35,15 @@ COEFFICIENTS = (
 _LEAST_NUMEL_PER_THREAD = 1 << 17  # a hop to another thread costs about as much as this many elements
 
 
-class SplitMasterAdamW(SplitMaster):
-    """`Kernel` for bf16: reads gradient, both halves and both moments once and writes all but the gradient back.
+class _OnePassAdamW(RuleKernel):
+    """Reads gradient, parameter, the rest of the master and both moments once, and writes all but the gradient back.
 
     `threads` stays the caller's; without it all work is done on the calling thread. The bits do not depend on it. The
     payload of NaNs in the moments is not specified. Moments in bf16 or 8-bit codes are rounded at random: see
     [Note: stochastic rounding] in moments.py.
     """
+
+    _master: str  # what onepass.py calls the form
 
     def __init__(self, threads: KernelThreads | None = None, moments: StateFormat = StateFormat.FP32) -> None:
         super().__init__(AdamWRule(), moments)
@@ -52,18 +57,18 @@ class SplitMasterAdamW(SplitMaster):
     def _compiled(self) -> Callable[..., None]:
         from infinity.optim.onepass import compiled_update  # numba takes a good part of a second to import
 
-        return compiled_update(self._moments.value)
+        return compiled_update(self._moments.value, self._master)
 
     def update(
         self, param: Tensor, grad: Tensor, state: Sequence[Tensor], pieces: Sequence[Piece], grad_scale: Tensor | None
     ) -> None:
-        """Update `param` (bf16) and `state` in place; `grad` (fp32) is read only. See `Kernel.update`."""
+        """Update `param` and `state` in place; `grad` (fp32) is read only. See `Kernel.update`."""
         check_update(param, grad, state, pieces, param_dtype=self.param_dtype, fields=self.fields)
         scale = 1.0 if grad_scale is None else float(grad_scale)
         bounds = np.array([(piece.start, piece.stop) for piece in pieces], dtype=np.int64).reshape(-1, 2)
         coefficients = _coefficients(pieces, scale)
-        low, *moments = state
-        arrays = (_array(param), _array(low), _array(grad), *map(_array, moments))
+        rest, *moments = state
+        arrays = (_array(param), _array(rest), _array(grad), *map(_array, moments))
         update = self._compiled()
         shares = _shares(bounds, self._count_for(int((bounds[:, 1] - bounds[:, 0]).sum())))
         if self._moments is StateFormat.FP32:
@@ -85,10 +90,22 @@ class SplitMasterAdamW(SplitMaster):
         return max(1, min(most, numel // _LEAST_NUMEL_PER_THREAD))
 
 
+class SplitMasterAdamW(_OnePassAdamW, SplitMaster):
+    """`Kernel` for bf16."""
+
+    _master = "split"
+
+
+class SeparateMasterAdamW(_OnePassAdamW, SeparateMaster):
+    """`Kernel` for fp16. With moments in fp32 torch's own kernel is used instead, whose bits fp16 promises then."""
+
+    _master = "separate"
+
+
 def _array(tensor: Tensor) -> npt.NDArray[np.generic]:
-    """The tensor's memory as a numpy array, no copy; numpy has no bf16, so of that the bits."""
+    """The tensor's memory as a numpy array, no copy; of 16-bit floating point, in which numba has no numbers, bits."""
     tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
+    if tensor.dtype in (torch.bfloat16, torch.float16):
         return tensor.view(torch.int16).numpy().view(np.uint16)
     array: npt.NDArray[np.generic] = tensor.numpy()
     return array

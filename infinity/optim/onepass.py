@@ -1,4 +1,6 @@
-"""AdamW on the split master as one compiled pass over memory (numba), with moments in fp32, bf16 or 8-bit codes.
+"""AdamW on an fp32 master as one compiled pass over memory (numba), with moments in fp32, bf16 or 8-bit codes.
+
+The master is split in two halves, of which the high one is the parameter in bf16; or it lies beside one in fp16.
 
 Importing this module imports numba, a good part of a second: import it where a kernel is needed.
 
@@ -17,6 +19,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.extending import overload
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,9 @@ _C_M = np.float32(2.0**-8 * 17 / 16)
 _C_V = np.float32(2.0**-16 * 17 / 16)
 _LEAST_SCALE = np.float32(2.0**-126)
 _ABS, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
+# Magnitudes in fp32: the smallest normal fp16, and the power of two behind the largest; what moves the exponent there.
+_HALF_NORMAL, _HALF_END, _HALF_SHIFT = np.uint32(0x38800000), np.uint32(0x47800000), np.uint32(0xC8000000)
+_HALF_STEP, _HALF_STEP_BITS = np.float32(0.5), np.uint32(0x3F000000)  # its last bit is the smallest fp16
 _ONE = np.float32(1)
 
 # error_model="numpy": divisions by zero give infinities as in torch, instead of a branch per division.
@@ -53,19 +59,50 @@ def _advance_moments(grad: Any, m: Any, v: Any, row: Any) -> None:
         v[i] = v[i] * beta2 + grad_sq_weight * gradient * gradient
 
 
-@_compiled
-def _apply_update(hi: Any, lo: Any, m: Any, v: Any, row: Any) -> None:
-    """The split master of a block decays and takes its step."""
+def _update_split(param: Any, rest: Any, m: Any, v: Any, row: Any) -> None:
+    """The split master of a block, in halves `param` and `rest`, decays and takes its step."""
     decay, bias_correction2_sqrt, eps, negative_step_size = row[1], row[6], row[7], row[8]
-    for i in range(hi.size):
-        bits = np.uint32((np.uint32(hi[i]) << np.uint32(16)) + np.uint32(lo[i]))
+    for i in range(param.size):
+        bits = np.uint32((np.uint32(param[i]) << np.uint32(16)) + np.uint32(rest[i]))
         value = np.uint32(bits).view(np.float32) * decay
         value = value + negative_step_size * m[i] / (math.sqrt(v[i]) / bias_correction2_sqrt + eps)
         bits = np.float32(value).view(np.uint32)
         if (bits & _ABS) > _INFINITY:
             bits = np.uint32(0x7FC00000)  # [Note: split master] in splitmaster.py: one NaN
-        hi[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
-        lo[i] = np.int16(bits & np.uint32(0xFFFF))
+        param[i] = np.uint16((bits + np.uint32(0x8000)) >> np.uint32(16))
+        rest[i] = np.int16(bits & np.uint32(0xFFFF))
+
+
+def _update_separate(param: Any, rest: Any, m: Any, v: Any, row: Any) -> None:
+    """The master of a block, `rest`, decays and takes its step; `param` is it rounded to fp16, ties to even.
+
+    Below the normal numbers of fp16 an addition rounds: its sum has the smallest fp16 as its last bit.
+    """
+    decay, bias_correction2_sqrt, eps, negative_step_size = row[1], row[6], row[7], row[8]
+    for i in range(param.size):
+        value = rest[i] * decay
+        value = value + negative_step_size * m[i] / (math.sqrt(v[i]) / bias_correction2_sqrt + eps)
+        rest[i] = value
+        bits = np.float32(value).view(np.uint32)
+        size = np.uint32(bits & _ABS)
+        tie = np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))
+        half = np.uint32(np.uint32(size + _HALF_SHIFT + tie) >> np.uint32(13))
+        small = np.uint32(np.float32(size.view(np.float32) + _HALF_STEP).view(np.uint32) - _HALF_STEP_BITS)
+        half = half if size >= _HALF_NORMAL else small
+        half = half if size < _HALF_END else np.uint32(0x7C00)
+        half = half if size <= _INFINITY else np.uint32(0x7E00)
+        param[i] = np.uint16(half | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+def _apply_update(param: Any, rest: Any, m: Any, v: Any, row: Any) -> None:
+    """The master of a block, in whichever form it is stored, decays and takes its step."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_apply_update, inline="always")
+def _choose_update(param: Any, rest: Any, m: Any, v: Any, row: Any) -> Callable[..., None]:
+    """While compiling: by the type of `rest`, one of the two."""
+    return _update_split if rest.dtype == types.int16 else _update_separate
 
 
 @_compiled
@@ -150,11 +187,12 @@ def _store_unsigned(values: Any, scale: Any, codes: Any, words: Any) -> None:
         codes[i] = np.uint8(steps if steps > least else least)
 
 
-def _update_fp32(hi: Any, lo: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, bounds: Any, rows: Any) -> None:
+def _update_fp32(param: Any, rest: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, bounds: Any, rows: Any) -> None:
     """Update the spans `bounds` (int64, rows of start and stop) with `rows` of `COEFFICIENTS` (fp32), in place.
 
-    hi: uint16, lo: int16, grad, exp_avg, exp_avg_sq: fp32, all 1-D. The arithmetic is fp32 in the order of torch's
-    fused kernel, every operation rounded on its own. See [Note: loops over slices].
+    param: uint16, the bits of bf16 with `rest` int16, or of fp16 with `rest` fp32, the master; grad, exp_avg,
+    exp_avg_sq: fp32; all 1-D. The arithmetic is fp32 in the order of torch's fused kernel, every operation rounded on
+    its own. See [Note: loops over slices].
     """
     for span in range(bounds.shape[0]):
         last = bounds[span, 1]
@@ -162,11 +200,11 @@ def _update_fp32(hi: Any, lo: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, bou
             stop = min(start + _BLOCK, last)
             m, v = exp_avg[start:stop], exp_avg_sq[start:stop]
             _advance_moments(grad[start:stop], m, v, rows[span])
-            _apply_update(hi[start:stop], lo[start:stop], m, v, rows[span])
+            _apply_update(param[start:stop], rest[start:stop], m, v, rows[span])
 
 
 def _update_bf16(
-    hi: Any, lo: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, bounds: Any, rows: Any, noise: Any
+    param: Any, rest: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, bounds: Any, rows: Any, noise: Any
 ) -> None:
     """As `_update_fp32`, with moments of uint16, the bits of bf16, rounded at random.
 
@@ -183,15 +221,15 @@ def _update_bf16(
             _load_bf16(stored_m, m)
             _load_bf16(stored_v, v)
             _advance_moments(grad[start:stop], m, v, rows[span])
-            _apply_update(hi[start:stop], lo[start:stop], m, v, rows[span])
+            _apply_update(param[start:stop], rest[start:stop], m, v, rows[span])
             _draw(words, np.uint32(noise[span, 2] + np.uint32(start - first)), noise[span, 0], noise[span, 1])
             _store_bf16(m, stored_m, words, np.uint32(0))
             _store_bf16(v, stored_v, words, np.uint32(16))
 
 
 def _update_int8(
-    hi: Any,
-    lo: Any,
+    param: Any,
+    rest: Any,
     grad: Any,
     exp_avg: Any,
     exp_avg_sq: Any,
@@ -214,7 +252,7 @@ def _update_int8(
             _load_signed(codes_m, exp_avg_scale[block], m)
             _load_unsigned(codes_v, exp_avg_sq_scale[block], v)
             _advance_moments(grad[start:stop], m, v, rows[span])
-            _apply_update(hi[start:stop], lo[start:stop], m, v, rows[span])
+            _apply_update(param[start:stop], rest[start:stop], m, v, rows[span])
             _draw(words, np.uint32(noise[span, 2] + np.uint32(start - first)), noise[span, 0], noise[span, 1])
             exp_avg_scale[block], exp_avg_sq_scale[block] = _scale_of(m), _scale_of(v)
             _store_signed(m, exp_avg_scale[block], codes_m, words)
@@ -222,24 +260,29 @@ def _update_int8(
 
 
 _FP32, _ROWS = types.float32[::1], types.float32[:, ::1]
-_OPERANDS = (types.uint16[::1], types.int16[::1], _FP32)
 _SPANS, _NOISE = types.int64[:, ::1], types.uint32[:, ::1]
 _BF16, _CODES = types.uint16[::1], types.uint8[::1]
-_VARIANTS: dict[str, tuple[UpdateFunction, tuple[Any, ...]]] = {
-    "fp32": (_update_fp32, (*_OPERANDS, _FP32, _FP32, _SPANS, _ROWS)),
-    "bf16": (_update_bf16, (*_OPERANDS, _BF16, _BF16, _SPANS, _ROWS, _NOISE)),
-    "int8": (_update_int8, (*_OPERANDS, _CODES, _CODES, _FP32, _FP32, _SPANS, _ROWS, _NOISE)),
+_MASTERS = {"split": (types.uint16[::1], types.int16[::1]), "separate": (types.uint16[::1], _FP32)}
+_MOMENTS: dict[str, tuple[UpdateFunction, tuple[Any, ...]]] = {
+    "fp32": (_update_fp32, (_FP32, _FP32, _SPANS, _ROWS)),
+    "bf16": (_update_bf16, (_BF16, _BF16, _SPANS, _ROWS, _NOISE)),
+    "int8": (_update_int8, (_CODES, _CODES, _FP32, _FP32, _SPANS, _ROWS, _NOISE)),
 }
 
 
 @cache
-def compiled_update(moments: str) -> UpdateFunction:
+def compiled_update(moments: str, master: str = "split") -> UpdateFunction:
     """The update for a format of the moments as machine code: from numba's cache on disk, else compiled and kept there.
 
     Compiling takes a few seconds. Where no cache directory is writable, it is compiled for this process only and the
     log says so.
+
+    Args:
+        moments: "fp32", "bf16" or "int8".
+        master: "split" in two halves, or "separate" from a parameter in fp16.
     """
-    update, operands = _VARIANTS[moments]
+    update, operands = _MOMENTS[moments]
+    operands = (*_MASTERS[master], _FP32, *operands)
     signature = [types.void(*operands)]
     try:
         function: UpdateFunction = numba.njit(signature, cache=True, **_OPTIONS)(update)

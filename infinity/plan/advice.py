@@ -49,7 +49,7 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
             yield f"--schedule {schedule.value}", with_workload(request, schedule=schedule)
     recompute = "--no-recompute" if workload.recompute else "--recompute"
     yield recompute, with_workload(request, recompute=not workload.recompute)
-    if workload.precision is Precision.BF16 and workload.state_format is StateFormat.FP32:
+    if workload.precision is not Precision.FP32 and workload.state_format is StateFormat.FP32:
         for smaller in (StateFormat.BF16, StateFormat.INT8):
             what = f"--state-format {smaller.value} (moments are rounded)"
             yield what, with_workload(request, state_format=smaller)

@@ -259,7 +259,7 @@ def test_bytes_per_parameter() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"precision": "fp32"}, {"precision": "fp16"}, {"precision": "bf16", "optimizer": "lion"}],
+    [{"precision": "fp32"}, {"precision": "fp16", "optimizer": "sgd"}, {"precision": "bf16", "optimizer": "lion"}],
     ids=lambda s: "-".join(s.values()),
 )
 def test_refused_where_there_is_no_kernel(settings: dict[str, Any]) -> None:

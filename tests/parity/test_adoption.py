@@ -190,7 +190,12 @@ def test_a_model_with_a_frozen_part_is_unfrozen(offload: MakeEngine) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"precision": "bf16"}, {"precision": "fp16"}, {"precision": "bf16", "state_format": "int8"}],
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": "bf16", "state_format": "int8"},
+        {"precision": "fp16", "state_format": "int8"},
+    ],
     ids=str,
 )
 def test_narrow_formats_keep_their_bits(offload: MakeEngine, settings: dict[str, str]) -> None:
