@@ -108,18 +108,11 @@ class CalibrateOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class StepOptions:
+class StepOptions(shared.StepOptions):
     """The options of `step`, as typed; None where nothing was given."""
 
     preset: shared.Preset = "tiny"
-    layers: shared.Layers = None
-    hidden: shared.Hidden = None
-    seq: shared.Seq = None
-    batch: shared.Batch = None
-    accumulate: shared.Accumulate = None
     clip: shared.Clip = None
-    precision: shared.Precision = None
-    schedule: shared.Schedule = None
     device: shared.Device = None
     device_budget: shared.DeviceBudget = None
     host_budget: shared.HostBudget = None

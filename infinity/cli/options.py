@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from types import GenericAlias
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -26,76 +26,63 @@ _Command = Callable[..., None]
 
 PRESET_HELP = f"Size of the model: {describe_presets()}."
 
-Preset = Annotated[str | None, typer.Option(help=PRESET_HELP, rich_help_panel=MODEL)]
-Layers = Annotated[int | None, typer.Option(min=1, help="Number of blocks, such as 24.", rich_help_panel=MODEL)]
-Hidden = Annotated[int | None, typer.Option(min=1, help="Channels, such as 1024.", rich_help_panel=MODEL)]
-Heads = Annotated[int | None, typer.Option(min=1, help="Attention heads; must divide --hidden.", rich_help_panel=MODEL)]
-Seq = Annotated[int | None, typer.Option(min=1, help="Tokens of a sample (bytes, in train).", rich_help_panel=MODEL)]
-Recompute = Annotated[
-    bool | None,
-    typer.Option(
-        "--recompute/--no-recompute",
-        help="Recompute activations in backward. Default: yes; in train and bench step as the preset has it.",
-        show_default=False,
-        rich_help_panel=MODEL,
-    ),
-]
-Batch = Annotated[int | None, typer.Option(min=1, help="Samples of a batch, on each rank.", rich_help_panel=TRAINING)]
-Accumulate = Annotated[
-    int | None,
-    typer.Option(min=1, help="Batches of a step.", show_default="1", rich_help_panel=TRAINING),
-]
-MicroBatches = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Slices in which every unit runs the batch while it is gathered once: --batch 8 --micro-batches 4 trains "
-        "as --batch 2 --accumulate 4 would, and reads a quarter of its parameters.",
-        show_default="1",
-        rich_help_panel=TRAINING,
-    ),
-]
-Clip = Annotated[float | None, typer.Option(help="Largest gradient norm, such as 1.0.", rich_help_panel=TRAINING)]
-Precision = Annotated[str | None, typer.Option(help="fp32 or bf16.", show_default="bf16", rich_help_panel=TRAINING)]
-Activations = Annotated[
-    str | None,
-    typer.Option(
-        help="What units save for backward: none (all), or inputs only: recompute (on the device), host or nvme.",
-        show_default="none",
-        rich_help_panel=TRAINING,
-    ),
-]
-StateFormat = Annotated[
-    str | None,
-    typer.Option(
-        help="How AdamW's moments are stored in bf16: fp32, or rounded to bf16 or int8: fewer bytes, other bits.",
-        show_default="fp32",
-        rich_help_panel=TRAINING,
-    ),
-]
-Schedule = Annotated[
-    str | None,
-    typer.Option(
-        help="When units are updated: auto, overlapped, deferred or synchronous.",
-        show_default="auto",
-        rich_help_panel=TRAINING,
-    ),
-]
-Device = Annotated[
-    str | None, typer.Option(help="auto, cpu, cuda or fake (a file as GPU memory).", rich_help_panel=MEMORY)
-]
-DeviceBudget = Annotated[
-    str | None, typer.Option(help='Ceiling on the device, such as "512MiB".', rich_help_panel=MEMORY)
-]
-HostBudget = Annotated[str | None, typer.Option(help='Ceiling in host memory, such as "2GiB".', rich_help_panel=MEMORY)]
-Nvme = Annotated[
-    tuple[Path, ...],
-    typer.Option(
-        help="Folder for swap files, one per drive: --nvme /mnt/a --nvme /mnt/b. Default: a temporary folder.",
-        rich_help_panel=MEMORY,
-    ),
-]
-JsonFile = Annotated[Path | None, typer.Option(help="Write the result to this file, as JSON.", rich_help_panel=OUTPUT)]
+
+def option(text: str, panel: str, *names: str, **settings: Any) -> Any:
+    """An option with its help text and where it stands in the help of the command."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+
+
+Preset = Annotated[str | None, option(PRESET_HELP, MODEL)]
+Layers = Annotated[int | None, option("Number of blocks, such as 24.", MODEL, min=1)]
+Hidden = Annotated[int | None, option("Channels, such as 1024.", MODEL, min=1)]
+Heads = Annotated[int | None, option("Attention heads; must divide --hidden.", MODEL, min=1)]
+Seq = Annotated[int | None, option("Tokens of a sample (bytes, in train).", MODEL, min=1)]
+_RECOMPUTE = "Recompute activations in backward. Default: yes; in train and bench step as the preset has it."
+Recompute = Annotated[bool | None, option(_RECOMPUTE, MODEL, "--recompute/--no-recompute", show_default=False)]
+Batch = Annotated[int | None, option("Samples of a batch, on each rank.", TRAINING, min=1)]
+Accumulate = Annotated[int | None, option("Batches of a step.", TRAINING, min=1, show_default="1")]
+_MICRO_BATCHES = (
+    "Slices in which every unit runs the batch while it is gathered once: --batch 8 --micro-batches 4 trains as "
+    "--batch 2 --accumulate 4 would, and reads a quarter of its parameters."
+)
+MicroBatches = Annotated[int | None, option(_MICRO_BATCHES, TRAINING, min=1, show_default="1")]
+Clip = Annotated[float | None, option("Largest gradient norm, such as 1.0.", TRAINING)]
+Precision = Annotated[str | None, option("fp32 or bf16.", TRAINING, show_default="bf16")]
+_ACTIVATIONS = "What units save for backward: none (all), or inputs only: recompute (on the device), host or nvme."
+Activations = Annotated[str | None, option(_ACTIVATIONS, TRAINING, show_default="none")]
+_STATE_FORMAT = "How AdamW's moments are stored in bf16: fp32, or rounded to bf16 or int8: fewer bytes, other bits."
+StateFormat = Annotated[str | None, option(_STATE_FORMAT, TRAINING, show_default="fp32")]
+_SCHEDULE = "When units are updated: auto, overlapped, deferred or synchronous."
+Schedule = Annotated[str | None, option(_SCHEDULE, TRAINING, show_default="auto")]
+Device = Annotated[str | None, option("auto, cpu, cuda or fake (a file as GPU memory).", MEMORY)]
+DeviceBudget = Annotated[str | None, option('Ceiling on the device, such as "512MiB".', MEMORY)]
+HostBudget = Annotated[str | None, option('Ceiling in host memory, such as "2GiB".', MEMORY)]
+_NVME = "Folder for swap files, one per drive: --nvme /mnt/a --nvme /mnt/b. Default: a temporary folder."
+Nvme = Annotated[tuple[Path, ...], option(_NVME, MEMORY)]
+JsonFile = Annotated[Path | None, option("Write the result to this file, as JSON.", OUTPUT)]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What a step is: the options of everything that runs one, measures one or predicts one."""
+
+    preset: Preset = None
+    layers: Layers = None
+    hidden: Hidden = None
+    seq: Seq = None
+    batch: Batch = None
+    accumulate: Accumulate = None
+    precision: Precision = None
+    schedule: Schedule = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions(StepOptions):
+    """The same with what only whole runs choose."""
+
+    heads: Heads = None
+    recompute: Recompute = None
+    state_format: StateFormat = None
 
 
 def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], _Command]:
@@ -142,7 +129,5 @@ _DEBUG = inspect.Parameter(
     "debug",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks and log messages.", rich_help_panel=OUTPUT)
-    ],
+    annotation=Annotated[bool, option("Show tracebacks and log messages.", OUTPUT, "--debug")],
 )

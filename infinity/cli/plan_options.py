@@ -15,7 +15,7 @@ _HARDWARE, _SHOW = "Hardware", "What to show"
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOptions:
+class PlanOptions(shared.LoopOptions):
     """The options of the command, as typed; None where not given."""
 
     model: Annotated[
@@ -26,16 +26,6 @@ class PlanOptions:
         ),
     ] = None
     preset: shared.Preset = "7b"
-    layers: shared.Layers = None
-    hidden: shared.Hidden = None
-    heads: shared.Heads = None
-    seq: shared.Seq = None
-    batch: shared.Batch = None
-    accumulate: shared.Accumulate = None
-    precision: shared.Precision = None
-    state_format: shared.StateFormat = None
-    schedule: shared.Schedule = None
-    recompute: shared.Recompute = None
     gpu: Annotated[
         str | None,
         typer.Option(

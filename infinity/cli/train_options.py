@@ -14,20 +14,13 @@ from infinity.models.presets import DEFAULT_PRESET
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOptions:
+class TrainOptions(shared.LoopOptions):
     """The options as given on the command line; None where nothing was given."""
 
     preset: Annotated[
         str | None, typer.Option(help=shared.PRESET_HELP, show_default=DEFAULT_PRESET, rich_help_panel=MODEL)
     ] = None
-    layers: shared.Layers = None
-    hidden: shared.Hidden = None
-    heads: shared.Heads = None
-    seq: shared.Seq = None
-    recompute: shared.Recompute = None
     activations: shared.Activations = None
-    batch: shared.Batch = None
-    accumulate: shared.Accumulate = None
     micro_batches: shared.MicroBatches = None
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to run now.", rich_help_panel=TRAINING)] = None
     seed: Annotated[
@@ -38,9 +31,6 @@ class TrainOptions:
         None
     )
     clip: shared.Clip = None
-    precision: shared.Precision = None
-    state_format: shared.StateFormat = None
-    schedule: shared.Schedule = None
     data: Annotated[
         tuple[Path, ...],
         typer.Option(
