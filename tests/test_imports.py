@@ -114,6 +114,7 @@ def test_tools_of_the_tests_stay_out_of_the_product() -> None:
     assert [line for line in found if not line.startswith("infinity.testing")] == [
         "infinity.devices.fake imports infinity.testing.clock",
         "infinity.devices.fake imports infinity.testing.fake_gpu",
+        "infinity.devices.fake imports infinity.testing.fake_pages",
         "infinity.devices.select imports infinity.testing.fake_gpu",
         "infinity.plan.virtual imports infinity.testing.clock",
     ]

@@ -12,9 +12,11 @@ storages, freeing the block, or using the memory for something else is not: wait
 from __future__ import annotations
 
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -209,8 +211,30 @@ class Device(Protocol):
         """Wait for the copies under way and give everything back. Idempotent."""
 
 
-class BudgetedDevice:
-    """The part that all devices share: memory as reservations of one budget."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One checked copy between host and device; what the parts are `Device.upload` and `Device.download` say.
+
+    Attributes:
+        start_s: when it was submitted, on `time.perf_counter`'s clock.
+    """
+
+    direction: LinkDirection
+    block: DeviceBlock
+    source: torch.Tensor
+    target: torch.Tensor
+    label: str
+    offset_nbytes: int
+    start_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that cross: those of the host side."""
+        return (self.source if self.direction is LinkDirection.H2D else self.target).nbytes
+
+
+class BudgetedDevice(ABC):
+    """The part that all devices share: memory as reservations of one budget, copies checked and counted."""
 
     def __init__(self, budget_nbytes: int) -> None:
         self._budget = TierBudget("device", budget_nbytes)
@@ -229,6 +253,50 @@ class BudgetedDevice:
 
     def free(self, block: DeviceBlock) -> None:
         block.reservation.release()
+
+    def upload(
+        self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
+    ) -> Fence:
+        check_copy(block, target, source, label, offset_nbytes)
+        copy = Copy(LinkDirection.H2D, block, source, target, label, offset_nbytes)
+        self._traffic.add(copy.direction, label, copy.nbytes)
+        return self._upload(copy)
+
+    def download(
+        self,
+        block: DeviceBlock,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        label: str,
+        *,
+        accumulate: bool,
+        offset_nbytes: int = 0,
+    ) -> Fence:
+        check_copy(block, source, target, label, offset_nbytes)
+        copy = Copy(LinkDirection.D2H, block, source.detach(), target, label, offset_nbytes)
+        self._traffic.add(copy.direction, label, copy.nbytes)
+        return self._add_to_host(copy) if accumulate else self._download(copy)
+
+    def _over(self, copy: Copy, end_s: float | None = None) -> None:
+        """A copy is over, now or at another time of `time.perf_counter`'s clock."""
+        now_s = time.perf_counter() if end_s is None else end_s
+        self._traffic.over(copy.direction, copy.label, copy.nbytes, copy.start_s, now_s)
+
+    @abstractmethod
+    def _upload(self, copy: Copy) -> Fence:
+        """Start a copy to the device. Whoever notices that it is over calls `_over`; the same for the others."""
+
+    @abstractmethod
+    def _download(self, copy: Copy) -> Fence:
+        """Start a copy to the host that overwrites the target."""
+
+    @abstractmethod
+    def _add_to_host(self, copy: Copy) -> Fence:
+        """Start a copy to the host that is added to the target."""
+
+    def host_register(self) -> Register | None:
+        """See `Device.host_register`."""
+        return None
 
     def _reserve(self, nbytes: int, owner: str) -> Reservation:
         reservation = self._budget.try_reserve(nbytes, owner)

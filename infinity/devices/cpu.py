@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from infinity.config import DeviceKind, Precision
-from infinity.devices.base import (
-    BudgetedDevice,
-    CompletedFence,
-    DeviceBlock,
-    Fence,
-    LinkDirection,
-    Register,
-    check_copy,
-)
+from infinity.devices.base import BudgetedDevice, CompletedFence, Copy, Fence
 
 _FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # x86 and, last, Arm; the same names in torch and in /proc/cpuinfo
 
@@ -36,43 +27,23 @@ class CpuDevice(BudgetedDevice):
     def compute_dtype(self, precision: Precision) -> torch.dtype:
         return torch.bfloat16 if precision is Precision.BF16 and has_fast_bf16() else torch.float32
 
-    def upload(
-        self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
-    ) -> Fence:
-        check_copy(block, target, source, label, offset_nbytes)
-        start_s = time.perf_counter()
-        fill(target, source)
-        self._copied(LinkDirection.H2D, label, source.nbytes, start_s)
+    def _upload(self, copy: Copy) -> Fence:
+        fill(copy.target, copy.source)
+        self._over(copy)
         return CompletedFence()
 
     def make_ready(self, fence: Fence) -> None:
         """Nothing to order: copies and compute run on the same thread."""
 
-    def download(
-        self,
-        block: DeviceBlock,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        label: str,
-        *,
-        accumulate: bool,
-        offset_nbytes: int = 0,
-    ) -> Fence:
-        check_copy(block, source, target, label, offset_nbytes)
-        start_s = time.perf_counter()
-        if accumulate:
-            add(target, source)
-        else:
-            fill(target, source)
-        self._copied(LinkDirection.D2H, label, target.nbytes, start_s)
+    def _download(self, copy: Copy) -> Fence:
+        fill(copy.target, copy.source)
+        self._over(copy)
         return CompletedFence()
 
-    def _copied(self, direction: LinkDirection, label: str, nbytes: int, start_s: float) -> None:
-        self._traffic.add(direction, label, nbytes)
-        self._traffic.over(direction, label, nbytes, start_s, time.perf_counter())
-
-    def host_register(self) -> Register | None:
-        return None
+    def _add_to_host(self, copy: Copy) -> Fence:
+        add(copy.target, copy.source)
+        self._over(copy)
+        return CompletedFence()
 
     def close(self) -> None:
         """Nothing to wait for."""

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.config import DeviceKind, Precision
-from infinity.devices.base import BudgetedDevice, DeviceBlock, Fence, LinkDirection, Register, check_copy
+from infinity.devices.base import BudgetedDevice, Copy, DeviceBlock, Fence, Register
 from infinity.devices.cpu import add
 from infinity.sizes import MIB, format_nbytes
 from storage.types import Ticket
@@ -89,11 +89,7 @@ class _InFlight:
     """A copy queued on a stream. Holding its tensors keeps their memory from being used again."""
 
     event: torch.cuda.Event
-    tensors: tuple[torch.Tensor, ...]
-    label: str
-    direction: LinkDirection
-    nbytes: int
-    start_s: float
+    copy: Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +148,8 @@ class CudaDevice(BudgetedDevice):
         self._reap()
         super().free(block)
 
-    def upload(
-        self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
-    ) -> Fence:
-        check_copy(block, target, source, label, offset_nbytes)
-        start_s = time.perf_counter()
+    def _upload(self, copy: Copy) -> Fence:
+        source, target = copy.source, copy.target
         with torch.cuda.device(self._index):
             # [Note: three streams]: the target may be a block whose former user is still queued.
             self._h2d.wait_event(torch.cuda.current_stream().record_event())
@@ -167,9 +160,7 @@ class CudaDevice(BudgetedDevice):
                     for part, piece in self._h2d_landing.pieces(source.dtype, target, source):
                         piece.copy_(part.source, non_blocking=True)
                         part.target.data.copy_(piece)
-            fence = self._fence(self._h2d, source, target, label, LinkDirection.H2D, start_s)
-        self._traffic.add(LinkDirection.H2D, label, source.nbytes)
-        return fence
+            return self._fence(self._h2d, copy)
 
     def make_ready(self, fence: Fence) -> None:
         if isinstance(fence, CudaFence):
@@ -177,24 +168,10 @@ class CudaDevice(BudgetedDevice):
         else:
             fence.wait(_JOIN_TIMEOUT_S)
 
-    def download(
-        self,
-        block: DeviceBlock,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        label: str,
-        *,
-        accumulate: bool,
-        offset_nbytes: int = 0,
-    ) -> Fence:
-        check_copy(block, source, target, label, offset_nbytes)
-        self._traffic.add(LinkDirection.D2H, label, target.nbytes)
-        source, start_s = source.detach(), time.perf_counter()
+    def _download(self, copy: Copy) -> Fence:
+        source, target = copy.source, copy.target
         with torch.cuda.device(self._index):
-            produced = torch.cuda.current_stream().record_event()
-            if accumulate:
-                return self._accumulate(source, target, produced, label, start_s)
-            self._d2h.wait_event(produced)
+            self._d2h.wait_event(torch.cuda.current_stream().record_event())
             with torch.cuda.stream(self._d2h), torch.no_grad():
                 if source.dtype == target.dtype:
                     target.data.copy_(source, non_blocking=True)
@@ -202,7 +179,14 @@ class CudaDevice(BudgetedDevice):
                     for part, piece in self._d2h_landing.pieces(target.dtype, target, source):
                         piece.copy_(part.source)
                         part.target.data.copy_(piece, non_blocking=True)
-            return self._fence(self._d2h, source, target, label, LinkDirection.D2H, start_s)
+            return self._fence(self._d2h, copy)
+
+    def _add_to_host(self, copy: Copy) -> Fence:
+        with torch.cuda.device(self._index):
+            produced = torch.cuda.current_stream().record_event()
+            ticket = self._adder.submit(copy.source, copy.target, produced, copy.label)
+        ticket.add_done_callback(lambda over: self._over(copy) if over.exception is None else None)
+        return TicketFence(ticket)
 
     def host_register(self) -> Register | None:
         return self._register
@@ -215,49 +199,28 @@ class CudaDevice(BudgetedDevice):
         with self._lock:
             waiting = list(self._in_flight)
             self._in_flight.clear()
-        for copy in waiting:
-            CudaFence(copy.event, "the last tensors").wait(_JOIN_TIMEOUT_S)
+        for one in waiting:
+            CudaFence(one.event, "the last tensors").wait(_JOIN_TIMEOUT_S)
 
-    def _fence(
-        self,
-        stream: torch.cuda.Stream,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        label: str,
-        direction: LinkDirection,
-        start_s: float,
-    ) -> CudaFence:
-        """An event after what was queued on the stream; the tensors live until it has passed."""
+    def _fence(self, stream: torch.cuda.Stream, copy: Copy) -> CudaFence:
+        """An event after what was queued on the stream; the tensors of the copy live until it has passed."""
         event = _record(stream)
-        nbytes = source.nbytes if direction is LinkDirection.H2D else target.nbytes
         with self._lock:
-            self._in_flight.append(_InFlight(event, (source, target), label, direction, nbytes, start_s))
+            self._in_flight.append(_InFlight(event, copy))
         self._reap()
-        return CudaFence(event, label)
-
-    def _accumulate(
-        self, source: torch.Tensor, target: torch.Tensor, produced: torch.cuda.Event, label: str, start_s: float
-    ) -> TicketFence:
-        ticket, nbytes = self._adder.submit(source, target, produced, label), target.nbytes
-
-        def ended(over: Ticket) -> None:
-            if over.exception is None:
-                self._traffic.over(LinkDirection.D2H, label, nbytes, start_s, time.perf_counter())
-
-        ticket.add_done_callback(ended)
-        return TicketFence(ticket)
+        return CudaFence(event, copy.label)
 
     def _reap(self) -> None:
         """Drop references that no stream needs any more. See [Note: no record_stream]."""
         over: list[_InFlight] = []
         with self._lock:
             left: deque[_InFlight] = deque()
-            for copy in self._in_flight:
-                (over if _has_passed(copy.event) else left).append(copy)
+            for one in self._in_flight:
+                (over if _has_passed(one.event) else left).append(one)
             self._in_flight = left
         end_s = time.perf_counter()
-        for copy in over:
-            self._traffic.over(copy.direction, copy.label, copy.nbytes, copy.start_s, end_s)
+        for one in over:
+            self._over(one.copy, end_s)
 
     def _swallow_stale_error(self) -> None:
         """CUDA also keeps a failed call's error for whoever launches the next kernel; let that be this one."""

@@ -13,17 +13,20 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from typing import Self
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from infinity.config import DeviceKind, Precision
-from infinity.devices.base import BudgetedDevice, DeviceBlock, Fence, LinkDirection, Register, check_copy
+from infinity.devices.base import BudgetedDevice, Copy, DeviceBlock, Fence
 from infinity.devices.cpu import add, fill
 from infinity.sizes import MIB
 from infinity.testing.clock import Clock
-from infinity.testing.fake_gpu import PAGE_NBYTES, FakeGpu, FakeRegion
+from infinity.testing.fake_gpu import FakeGpu
+from infinity.testing.fake_pages import PAGE_NBYTES, FakeRegion
 from storage.budget import Reservation
+from storage.closing import Closing
 
 _PIECE_NBYTES = MIB
 
@@ -38,7 +41,7 @@ class FakeBlock(DeviceBlock):
         self.region = region
 
 
-class FakeDevice(BudgetedDevice):
+class FakeDevice(BudgetedDevice, Closing):
     """Drives a `FakeGpu`, which it owns from now on; the budget is its capacity."""
 
     def __init__(self, gpu: FakeGpu) -> None:
@@ -70,53 +73,48 @@ class FakeDevice(BudgetedDevice):
         self.gpu.free(_region(block))
         super().free(block)
 
-    def upload(
-        self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
-    ) -> Fence:
-        check_copy(block, target, source, label, offset_nbytes)
-        nbytes = source.nbytes
-        self._traffic.add(LinkDirection.H2D, label, nbytes)
-        if source.itemsize > target.itemsize:
-            source = source.to(target.dtype)  # the region holds no more than the target
-        region = _region(block)
-        entry = self.gpu.start_upload(region, host_bytes(source), label, offset_nbytes=offset_nbytes)
-        self._will_be_over(LinkDirection.H2D, label, nbytes, entry.start_s, entry.end_s)
-        return _Upload(self, region, offset_nbytes, source.dtype, target, label, entry.end_s)
+    def _upload(self, copy: Copy) -> Fence:
+        source, region = copy.source, _region(copy.block)
+        if source.itemsize > copy.target.itemsize:
+            source = source.to(copy.target.dtype)  # the region holds no more than the target
+        entry = self.gpu.start_upload(region, host_bytes(source), copy.label, offset_nbytes=copy.offset_nbytes)
+        self._will_be_over(copy, entry.start_s, entry.end_s)
+        return _Upload(self, region, copy, source.dtype, entry.end_s)
 
     def make_ready(self, fence: Fence) -> None:
         fence.wait()
 
-    def download(
-        self,
-        block: DeviceBlock,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        label: str,
-        *,
-        accumulate: bool,
-        offset_nbytes: int = 0,
-    ) -> Fence:
-        check_copy(block, source, target, label, offset_nbytes)
-        self._traffic.add(LinkDirection.D2H, label, target.nbytes)
-        source, region = source.detach().contiguous(), _region(block)
-        self.gpu.write(region, host_bytes(source), offset_nbytes=offset_nbytes)
-        if source.dtype == target.dtype and not accumulate:
-            entry = self.gpu.start_download(region, host_bytes(target), label, offset_nbytes=offset_nbytes)
-            self._will_be_over(LinkDirection.D2H, label, target.nbytes, entry.start_s, entry.end_s)
-            return _Timed(self.gpu.clock, label, entry.end_s)
-        begin_s = end_s = self.gpu.clock.now_s()
-        take = add if accumulate else fill
-        with self._piece_lock:
-            for part, start in self._pieces(source.dtype, target):
-                piece = self._piece_of(source.dtype, part.numel())
-                offset = offset_nbytes + start * source.itemsize
-                end_s = self.gpu.start_download(region, host_bytes(piece), label, offset_nbytes=offset).end_s
-                take(part, piece)
-        self._will_be_over(LinkDirection.D2H, label, target.nbytes, begin_s, end_s)
-        return _Timed(self.gpu.clock, label, end_s)
+    def _download(self, copy: Copy) -> Fence:
+        source, region = self._put_on_device(copy)
+        if source.dtype != copy.target.dtype:
+            return self._by_pieces(copy, source, fill)
+        target = host_bytes(copy.target)
+        entry = self.gpu.start_download(region, target, copy.label, offset_nbytes=copy.offset_nbytes)
+        self._will_be_over(copy, entry.start_s, entry.end_s)
+        return _Timed(self.gpu.clock, copy.label, entry.end_s)
 
-    def host_register(self) -> Register | None:
-        return None
+    def _add_to_host(self, copy: Copy) -> Fence:
+        source, _ = self._put_on_device(copy)
+        return self._by_pieces(copy, source, add)
+
+    def _put_on_device(self, copy: Copy) -> tuple[torch.Tensor, FakeRegion]:
+        """The values to be downloaded, contiguous, and where in the file they lie now."""
+        source, region = copy.source.contiguous(), _region(copy.block)
+        self.gpu.write(region, host_bytes(source), offset_nbytes=copy.offset_nbytes)
+        return source, region
+
+    def _by_pieces(self, copy: Copy, source: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], None]) -> Fence:
+        """Download by way of the piece buffer, where the dtypes differ or the values are added to others."""
+        region, start_s = _region(copy.block), self.gpu.clock.now_s()
+        end_s = start_s
+        with self._piece_lock:
+            for part, start in self._pieces(source.dtype, copy.target):
+                piece = self._piece_of(source.dtype, part.numel())
+                offset = copy.offset_nbytes + start * source.itemsize
+                end_s = self.gpu.start_download(region, host_bytes(piece), copy.label, offset_nbytes=offset).end_s
+                take(part, piece)
+        self._will_be_over(copy, start_s, end_s)
+        return _Timed(self.gpu.clock, copy.label, end_s)
 
     def close(self) -> None:
         self.gpu.close()
@@ -132,10 +130,10 @@ class FakeDevice(BudgetedDevice):
                 self.gpu.read_into(region, host_bytes(piece), offset_nbytes=offset_nbytes + start * dtype.itemsize)
                 fill(part, piece)
 
-    def _will_be_over(self, direction: LinkDirection, label: str, nbytes: int, start_s: float, end_s: float) -> None:
+    def _will_be_over(self, copy: Copy, start_s: float, end_s: float) -> None:
         """The times of a copy are known when it begins; they are of the device's clock, those of `LinkCopy` are not."""
         shift_s = time.perf_counter() - self.gpu.clock.now_s()
-        self._traffic.over(direction, label, nbytes, start_s + shift_s, end_s + shift_s)
+        self._over(replace(copy, start_s=start_s + shift_s), end_s + shift_s)
 
     def _pieces(self, dtype: torch.dtype, target: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
         """Parts of a tensor, with their first element, that fit in the piece buffer as elements of `dtype`."""
@@ -144,12 +142,6 @@ class FakeDevice(BudgetedDevice):
 
     def _piece_of(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return self._piece.view(dtype)[:numel]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Timed:
@@ -176,21 +168,14 @@ class _Upload(_Timed):
     """An upload whose bytes are in the file; whoever waits first fills the tensor."""
 
     def __init__(
-        self,
-        device: FakeDevice,
-        region: FakeRegion,
-        offset_nbytes: int,
-        dtype: torch.dtype,
-        target: torch.Tensor,
-        label: str,
-        end_s: float,
+        self, device: FakeDevice, region: FakeRegion, copy: Copy, stored_dtype: torch.dtype, end_s: float
     ) -> None:
-        super().__init__(device.gpu.clock, label, end_s)
+        super().__init__(device.gpu.clock, copy.label, end_s)
         self._device = device
         self._region = region
-        self._offset_nbytes = offset_nbytes
-        self._dtype = dtype
-        self._target: torch.Tensor | None = target
+        self._offset_nbytes = copy.offset_nbytes
+        self._dtype = stored_dtype
+        self._target: torch.Tensor | None = copy.target
         self._lock = threading.Lock()
 
     def wait(self, timeout_s: float | None = None) -> None:

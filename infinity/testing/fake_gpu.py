@@ -19,19 +19,15 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from infinity.errors import DeviceOutOfMemoryError
 from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.testing.clock import Clock, RealClock
-
-PAGE_NBYTES = 4096
-"""Regions start at multiples of this and occupy whole multiples of it."""
+from infinity.testing.fake_pages import PAGE_NBYTES, FakeRegion, Pages, each_piece
+from storage.closing import Closing
 
 
 class CopyOp(StrEnum):
@@ -55,20 +51,6 @@ class LogEntry:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FakeRegion:
-    """Device memory in use. Its pages need not lie together in the file, so free memory is never too fragmented."""
-
-    nbytes: int
-    owner: str
-    spans: tuple[tuple[int, int], ...]  # (file offset, nbytes), whole pages
-
-    @property
-    def block_nbytes(self) -> int:
-        """What it occupies of the capacity: `nbytes` in whole pages."""
-        return sum(nbytes for _, nbytes in self.spans)
-
-
 @dataclass(slots=True, eq=False)
 class _Copy:
     """A copy that was given its place in the queue of its engine."""
@@ -83,38 +65,7 @@ class _Copy:
     end_s: float
 
 
-class _Pages:
-    """Free pages of the device, as (offset, nbytes) spans by offset that never touch each other."""
-
-    def __init__(self, capacity_nbytes: int) -> None:
-        self.total_nbytes = self.free_nbytes = capacity_nbytes // PAGE_NBYTES * PAGE_NBYTES
-        self._spans = [(0, self.total_nbytes)]
-
-    def take(self, nbytes: int) -> tuple[tuple[int, int], ...]:
-        """Spans of `nbytes` together, lowest first; the caller knows that they are free."""
-        self.free_nbytes -= nbytes
-        spans = []
-        while nbytes:
-            offset, span_nbytes = self._spans.pop(0)
-            if span_nbytes > nbytes:
-                self._spans.insert(0, (offset + nbytes, span_nbytes - nbytes))
-                span_nbytes = nbytes
-            spans.append((offset, span_nbytes))
-            nbytes -= span_nbytes
-        return tuple(spans)
-
-    def give_back(self, spans: tuple[tuple[int, int], ...]) -> None:
-        merged: list[tuple[int, int]] = []
-        for offset, nbytes in sorted([*self._spans, *spans]):
-            if merged and sum(merged[-1]) == offset:
-                merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
-            else:
-                merged.append((offset, nbytes))
-        self._spans = merged
-        self.free_nbytes += sum(nbytes for _, nbytes in spans)
-
-
-class FakeGpu:
+class FakeGpu(Closing):
     """Device memory in a file of `capacity` bytes. Thread safe.
 
     Args:
@@ -141,7 +92,7 @@ class FakeGpu:
         self._latency_s = latency
         self.clock = RealClock() if clock is None else clock
         self._idle_at_s = {CopyOp.UPLOAD: 0.0, CopyOp.DOWNLOAD: 0.0}
-        self._pages = _Pages(self.capacity_nbytes)
+        self._pages = Pages(self.capacity_nbytes)
         self._regions: set[FakeRegion] = set()
         self._copying: list[_Copy] = []
         self._log: list[LogEntry] = []
@@ -160,7 +111,13 @@ class FakeGpu:
             except FileExistsError as error:
                 hint = "device memory never overwrites a file; remove it or name a directory"
                 raise FileExistsError(error.errno, f"{error.strerror}: {hint}", str(self.path)) from None
-        os.ftruncate(fd, self.capacity_nbytes)
+        try:
+            os.ftruncate(fd, self.capacity_nbytes)
+        except BaseException:
+            os.close(fd)
+            if self._is_named:
+                self.path.unlink(missing_ok=True)
+            raise
         return fd
 
     # Memory ----------------------------------------------------------------------------------------------------
@@ -263,13 +220,13 @@ class FakeGpu:
         """Fill host memory with bytes in device memory."""
         with self._lock:
             self._check(region, target, offset_nbytes)
-            _each_piece(region, target, offset_nbytes, self._read_piece)
+            each_piece(region, target, offset_nbytes, self._read_piece)
 
     def write(self, region: FakeRegion, source: memoryview, *, offset_nbytes: int = 0) -> None:
         """Put bytes into device memory, as a kernel does with its result."""
         with self._lock:
             self._check(region, source, offset_nbytes)
-            _each_piece(region, source, offset_nbytes, self._write_piece)
+            each_piece(region, source, offset_nbytes, self._write_piece)
 
     @property
     def log(self) -> tuple[LogEntry, ...]:
@@ -286,14 +243,6 @@ class FakeGpu:
             self._fd = None
             if self._is_named:
                 self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Inside ----------------------------------------------------------------------------------------------------
 
@@ -327,7 +276,7 @@ class FakeGpu:
         piece = self._write_piece if copy.op is CopyOp.UPLOAD else self._read_piece
         entry = LogEntry(copy.order, copy.op, copy.label, copy.memory.nbytes, copy.start_s, copy.end_s)
         try:
-            _each_piece(copy.region, copy.memory, copy.offset_nbytes, piece)
+            each_piece(copy.region, copy.memory, copy.offset_nbytes, piece)
         finally:
             self._forget(copy)
         with self._lock:
@@ -398,18 +347,3 @@ class FakeGpu:
             f"{owner} needs {need_nbytes} bytes of device memory, {self._pages.free_nbytes} of {self.capacity_nbytes} "
             f"are free; held by: {held}"
         )
-
-
-def _each_piece(
-    region: FakeRegion, memory: memoryview, offset_nbytes: int, do: Callable[[int, memoryview], None]
-) -> None:
-    """Call `do(file offset, part of memory)` for every part of memory that lies in one span of the region."""
-    rest = memory.cast("B")
-    for start, span_nbytes in region.spans:
-        if offset_nbytes >= span_nbytes:
-            offset_nbytes -= span_nbytes
-            continue
-        piece = rest[: span_nbytes - offset_nbytes]
-        if piece:
-            do(start + offset_nbytes, piece)
-        rest, offset_nbytes = rest[len(piece) :], 0

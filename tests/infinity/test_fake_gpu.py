@@ -20,7 +20,8 @@ from infinity.testing import (
     VirtualTimeLoop,
     run_virtual,
 )
-from infinity.testing.fake_gpu import PAGE_NBYTES
+from infinity.testing.fake_pages import PAGE_NBYTES
+from tests.leaks import open_files
 
 PAGE = PAGE_NBYTES
 
@@ -350,3 +351,12 @@ def test_both_forms_share_a_virtual_clock(tmp_path: Path) -> None:
             assert loop.time() == 2.0
 
     run_virtual(main())
+
+
+def test_a_file_that_cannot_be_so_large_is_not_left_behind(tmp_path: Path) -> None:
+    before = open_files()
+    for path in (tmp_path / "gpu", tmp_path):
+        with pytest.raises(OSError, match=r"File too large|Invalid argument|No space"):
+            FakeGpu(path, (1 << 63) - 4096)
+    assert open_files() == before
+    assert not list(tmp_path.iterdir())
