@@ -7,13 +7,12 @@ A budget of `None` means "what is available"; the engine derives it when it look
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 
+from infinity import config_values as values
 from infinity.choices import (
     ActivationPolicy,
     Calibrate,
@@ -28,6 +27,7 @@ from infinity.choices import (
     WearAction,
 )
 from infinity.config_errors import explain
+from infinity.config_values import Count, Seconds
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, Nbytes, NbytesOrZero, format_nbytes, parse_nbytes
 
@@ -59,80 +59,6 @@ __all__ = [
 _SIZES = {"budget", "host_budget", "nvme_budget", "chunk", "resident_threshold", "block_nbytes"}
 _SIZES |= {"h2d_bytes_per_s", "d2h_bytes_per_s"}
 _PAGE_NBYTES = 4096  # swap files are read and written in pages; `storage` is not imported for one number
-
-
-_E = TypeVar("_E", bound=StrEnum)
-
-
-def _choice(kind: type[_E]) -> Callable[[object], _E]:
-    """Validator for a member of `kind` or its exact text."""
-    names = [member.value for member in kind]
-    allowed = ", ".join(map(repr, names))
-
-    def validate(value: object) -> _E:
-        if isinstance(value, str):
-            if value in names:
-                return kind(value)
-            if near := get_close_matches(value, names, n=1):
-                raise ValueError(f"did you mean {near[0]!r}? allowed: {allowed}")
-        raise ValueError(f"allowed: {allowed}")
-
-    return validate
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str | Path) and value != ""
-
-
-def _paths(value: object) -> object:
-    """One path or a list of paths, as a tuple of distinct `Path`s; `None` stays."""
-    if value is None:
-        return None
-    items = [value] if isinstance(value, str | Path) else value
-    if not isinstance(items, list | tuple) or not items or not all(_is_path(i) for i in items):
-        raise ValueError("allowed: a directory or a list of at least one, or leave it out for a temporary directory")
-    paths = tuple(Path(item) for item in items)
-    if len(set(paths)) < len(paths):
-        raise ValueError("a directory is listed twice; allowed: distinct directories, one per drive")
-    return paths
-
-
-def _wear_budget(value: object) -> object:
-    """Bytes in all, or text such as "100TB" or "2TB/day"."""
-    if value is None or isinstance(value, WearBudget):
-        return value
-    if isinstance(value, Mapping):
-        return WearBudget(**value)
-    text, _, span = value.partition("/") if isinstance(value, str) else (value, "", "")
-    if span not in ("", "day"):
-        raise ValueError('allowed: bytes in all such as "100TB", or per day such as "2TB/day"')
-    nbytes = parse_nbytes(text)
-    if not nbytes:
-        raise ValueError("it must be greater than 0")
-    return WearBudget(nbytes=nbytes, is_per_day=span == "day")
-
-
-def _unit_classes(value: object) -> object:
-    """Module classes or their names, as a tuple; one alone is taken as a list of one."""
-    items = [value] if isinstance(value, str | type) else value
-    if not isinstance(items, list | tuple) or not all(isinstance(i, str | type) and i != "" for i in items):
-        raise ValueError('allowed: module classes or their names, such as ["LlamaDecoderLayer"]')
-    return tuple(items)
-
-
-def _stage(value: object) -> object:
-    if type(value) is not int or value not in (1, 2, 3):  # True and 1.0 equal 1
-        raise ValueError("allowed: 1, 2, 3")
-    return value
-
-
-def _policy_alone(value: object) -> object:
-    """The name of a policy stands for a section with nothing else in it."""
-    return {"policy": value} if isinstance(value, str) else value
-
-
-Count = Annotated[int, Field(strict=True, ge=1)]
-Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -175,12 +101,27 @@ class WearBudget(_Section):
     is_per_day: StrictBool = False
 
 
+def _wear_budget(value: object) -> object:
+    """Bytes in all, or text such as "100TB" or "2TB/day"."""
+    if value is None or isinstance(value, WearBudget):
+        return value
+    if isinstance(value, Mapping):
+        return WearBudget(**value)
+    text, _, span = value.partition("/") if isinstance(value, str) else (value, "", "")
+    if span not in ("", "day"):
+        raise ValueError('allowed: bytes in all such as "100TB", or per day such as "2TB/day"')
+    nbytes = parse_nbytes(text)
+    if not nbytes:
+        raise ValueError("it must be greater than 0")
+    return WearBudget(nbytes=nbytes, is_per_day=span == "day")
+
+
 class DeviceConfig(_Section):
     """The compute device. `path`, the bandwidths (bytes per second) and `latency_s` belong to `kind="fake"` only."""
 
-    kind: Annotated[DeviceKind, BeforeValidator(_choice(DeviceKind))] = DeviceKind.AUTO
+    kind: Annotated[DeviceKind, BeforeValidator(values.choice(DeviceKind))] = DeviceKind.AUTO
     budget: Nbytes | None = None
-    path: Annotated[Path | None, BeforeValidator(lambda v: Path(v) if isinstance(v, str) else v)] = None
+    path: Annotated[Path | None, BeforeValidator(values.path)] = None
     h2d_bytes_per_s: Nbytes | None = None
     d2h_bytes_per_s: Nbytes | None = None
     latency_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
@@ -220,19 +161,19 @@ class NvmeConfig(_Section):
     format.
     """
 
-    paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_paths)] = None
+    paths: Annotated[tuple[Path, ...] | None, BeforeValidator(values.paths)] = None
     budget: Nbytes | None = None
-    engine: Annotated[IoEngine, BeforeValidator(_choice(IoEngine))] = IoEngine.AUTO
+    engine: Annotated[IoEngine, BeforeValidator(values.choice(IoEngine))] = IoEngine.AUTO
     threads: Count | None = None
     block_nbytes: Nbytes | None = None
-    calibrate: Annotated[Calibrate, BeforeValidator(_choice(Calibrate))] = Calibrate.CACHED
-    checksum: Annotated[IoChecksum, BeforeValidator(_choice(IoChecksum))] = IoChecksum.XXH3
+    calibrate: Annotated[Calibrate, BeforeValidator(values.choice(Calibrate))] = Calibrate.CACHED
+    checksum: Annotated[IoChecksum, BeforeValidator(values.choice(IoChecksum))] = IoChecksum.XXH3
     eio_retries: Annotated[int, Field(strict=True, ge=0)] = 2
     retry_full_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 30.0
     io_timeout_s: Seconds = 60.0
     wear_budget: Annotated[WearBudget | None, BeforeValidator(_wear_budget)] = None
-    wear_action: Annotated[WearAction, BeforeValidator(_choice(WearAction))] = WearAction.WARN
-    io_log: Annotated[Path | None, BeforeValidator(lambda v: Path(v) if isinstance(v, str) else v)] = None
+    wear_action: Annotated[WearAction, BeforeValidator(values.choice(WearAction))] = WearAction.WARN
+    io_log: Annotated[Path | None, BeforeValidator(values.path)] = None
 
     if TYPE_CHECKING:
 
@@ -257,7 +198,7 @@ class ActivationConfig(_Section):
     `host_budget` is a part of the host budget, used by "host" and "nvme"; `nvme_budget` is swap space, used by "nvme".
     """
 
-    policy: Annotated[ActivationPolicy, BeforeValidator(_choice(ActivationPolicy))] = ActivationPolicy.NONE
+    policy: Annotated[ActivationPolicy, BeforeValidator(values.choice(ActivationPolicy))] = ActivationPolicy.NONE
     host_budget: Nbytes = 64 * MIB
     nvme_budget: Nbytes = 1024 * MIB
 
@@ -280,7 +221,7 @@ class Config(_Section):
     """All settings of a run. Sections take an instance or a mapping; sizes take bytes or text such as "20GiB".
 
     `optimizer` is the one whose state is planned for; an optimizer with less state may be built over it as well.
-    `state_format` is how its moments are stored, smaller than fp32 for AdamW in bf16 only.
+    `state_format` is how its moments are stored, smaller than fp32 for AdamW in bf16 and fp16 only.
     `activations` is what units save for their backward, a section or the name of its policy.
     `micro_batches` is into how many slices every unit cuts the batch while it is gathered.
     `durability="step"` needs `nvme.paths`: the state stays there, with every finished step committed.
@@ -291,21 +232,23 @@ class Config(_Section):
     Raises ConfigError for anything unknown, of the wrong kind or contradictory.
     """
 
-    precision: Annotated[Precision, BeforeValidator(_choice(Precision))] = Precision.BF16
+    precision: Annotated[Precision, BeforeValidator(values.choice(Precision))] = Precision.BF16
     device: DeviceConfig = Field(default_factory=DeviceConfig)
     host: HostConfig = Field(default_factory=HostConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
-    stage: Annotated[Literal[1, 2, 3], BeforeValidator(_stage)] = 3
-    schedule: Annotated[Schedule, BeforeValidator(_choice(Schedule))] = Schedule.AUTO
-    optimizer: Annotated[OptimizerKind, BeforeValidator(_choice(OptimizerKind))] = OptimizerKind.ADAMW
-    state_format: Annotated[StateFormat, BeforeValidator(_choice(StateFormat))] = StateFormat.FP32
+    stage: Annotated[Literal[1, 2, 3], BeforeValidator(values.stage)] = 3
+    schedule: Annotated[Schedule, BeforeValidator(values.choice(Schedule))] = Schedule.AUTO
+    optimizer: Annotated[OptimizerKind, BeforeValidator(values.choice(OptimizerKind))] = OptimizerKind.ADAMW
+    state_format: Annotated[StateFormat, BeforeValidator(values.choice(StateFormat))] = StateFormat.FP32
     micro_batches: Count = 1
-    activations: Annotated[ActivationConfig, BeforeValidator(_policy_alone)] = Field(default_factory=ActivationConfig)
-    durability: Annotated[Durability, BeforeValidator(_choice(Durability))] = Durability.NONE
+    activations: Annotated[ActivationConfig, BeforeValidator(values.policy_alone)] = Field(
+        default_factory=ActivationConfig
+    )
+    durability: Annotated[Durability, BeforeValidator(values.choice(Durability))] = Durability.NONE
     chunk: Nbytes | None = None
     resident_threshold: NbytesOrZero = MIB
     rank_timeout_s: Seconds = 600.0
-    unit_classes: Annotated[tuple[str | type, ...], BeforeValidator(_unit_classes)] = ()
+    unit_classes: Annotated[tuple[str | type, ...], BeforeValidator(values.unit_classes)] = ()
     optimizer_threads: Count | None = None
 
     if TYPE_CHECKING:
@@ -363,12 +306,12 @@ class Config(_Section):
 
 def refuse_state_format(state_format: StateFormat, precision: Precision, optimizer: OptimizerKind) -> None:
     """Raise ConfigError where the moments of an optimizer cannot be stored in a format."""
-    has_kernel = precision is Precision.BF16 and optimizer is OptimizerKind.ADAMW
+    has_kernel = precision in (Precision.BF16, Precision.FP16) and optimizer is OptimizerKind.ADAMW
     if state_format is not StateFormat.FP32 and not has_kernel:
         raise ConfigError(
             f"state_format = {state_format.value!r} with precision {precision.value!r} and optimizer "
-            f"{optimizer.value!r}: only AdamW in bf16 stores its moments in less; allowed: state_format = 'fp32', or "
-            "precision = 'bf16' and optimizer = 'adamw'"
+            f"{optimizer.value!r}: only AdamW in bf16 or fp16 stores its moments in less; allowed: "
+            "state_format = 'fp32', or precision = 'bf16' or 'fp16' and optimizer = 'adamw'"
         )
 
 

@@ -1,0 +1,71 @@
+"""What the fields of settings take: validators that say what is allowed, and the kinds of numbers."""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+_E = TypeVar("_E", bound=StrEnum)
+
+
+def choice(kind: type[_E]) -> Callable[[object], _E]:
+    """Validator for a member of `kind` or its exact text."""
+    names = [member.value for member in kind]
+    allowed = ", ".join(map(repr, names))
+
+    def validate(value: object) -> _E:
+        if isinstance(value, str):
+            if value in names:
+                return kind(value)
+            if near := get_close_matches(value, names, n=1):
+                raise ValueError(f"did you mean {near[0]!r}? allowed: {allowed}")
+        raise ValueError(f"allowed: {allowed}")
+
+    return validate
+
+
+def path(value: object) -> object:
+    """Text as a `Path`."""
+    return Path(value) if isinstance(value, str) else value
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | Path) and value != ""
+
+
+def paths(value: object) -> object:
+    """One path or a list of paths, as a tuple of distinct `Path`s; `None` stays."""
+    if value is None:
+        return None
+    items = [value] if isinstance(value, str | Path) else value
+    if not isinstance(items, list | tuple) or not items or not all(_is_path(i) for i in items):
+        raise ValueError("allowed: a directory or a list of at least one, or leave it out for a temporary directory")
+    found = tuple(Path(item) for item in items)
+    if len(set(found)) < len(found):
+        raise ValueError("a directory is listed twice; allowed: distinct directories, one per drive")
+    return found
+
+
+def unit_classes(value: object) -> object:
+    """Module classes or their names, as a tuple; one alone is taken as a list of one."""
+    items = [value] if isinstance(value, str | type) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(i, str | type) and i != "" for i in items):
+        raise ValueError('allowed: module classes or their names, such as ["LlamaDecoderLayer"]')
+    return tuple(items)
+
+
+def stage(value: object) -> object:
+    """One of the stages, as an integer."""
+    if type(value) is not int or value not in (1, 2, 3):  # True and 1.0 equal 1
+        raise ValueError("allowed: 1, 2, 3")
+    return value
+
+
+def policy_alone(value: object) -> object:
+    """The name of a policy stands for a section with nothing else in it."""
+    return {"policy": value} if isinstance(value, str) else value
