@@ -11,14 +11,14 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import torch
 
 from infinity.checkpoint.tensor_file import bytes_of
 from infinity.errors import CheckpointError
 from infinity.sizes import format_nbytes
+from storage.closing import Closing
 
 _Call = Callable[[int, memoryview, int], int]
 
@@ -36,7 +36,7 @@ class Load:
         return self.numel * self.dtype.itemsize
 
 
-class Carry:
+class Carry(Closing):
     """A context manager; the file is gone when it is closed, or when the process ends.
 
     Args:
@@ -71,34 +71,30 @@ class Carry:
         Raises:
             CheckpointError: the disk is full or fails.
         """
+        self._transfer(os.pwrite, key, start, values)
+
+    def read(self, key: Hashable, start: int, into: torch.Tensor) -> None:
+        """Fill `into` with elements of a tensor, from `start` on.
+
+        Raises:
+            CheckpointError: the disk fails.
+        """
+        self._transfer(lambda fd, memory, offset: os.preadv(fd, [memory], offset), key, start, into)
+
+    def _transfer(self, call: _Call, key: Hashable, start: int, values: torch.Tensor) -> None:
+        first, itemsize = self._places[key]
+        offset, memory = first + start * itemsize, bytes_of(values)
         try:
-            _transfer(os.pwrite, self._file.fileno(), self._offset(key, start), bytes_of(values))
+            while memory:
+                count = call(self._file.fileno(), memory, offset)
+                if count == 0:
+                    raise OSError("the temporary file ends too early")
+                memory, offset = memory[count:], offset + count
         except OSError as error:
             raise CheckpointError(f"moving the state of a changed model: {error.strerror or error}") from error
 
-    def read(self, key: Hashable, start: int, into: torch.Tensor) -> None:
-        """Fill `into` with elements of a tensor, from `start` on."""
-        _transfer(
-            lambda fd, memory, offset: os.preadv(fd, [memory], offset),
-            self._file.fileno(),
-            self._offset(key, start),
-            bytes_of(into),
-        )
-
-    def _offset(self, key: Hashable, start: int) -> int:
-        first, itemsize = self._places[key]
-        return first + start * itemsize
-
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _make_file(folder: Path, nbytes: int) -> IO[bytes]:
@@ -108,11 +104,3 @@ def _make_file(folder: Path, nbytes: int) -> IO[bytes]:
             os.posix_fallocate(file.fileno(), 0, nbytes)
         undo.pop_all()
     return file
-
-
-def _transfer(call: _Call, fd: int, offset: int, memory: memoryview) -> None:
-    while memory:
-        count = call(fd, memory, offset)
-        if count == 0:
-            raise OSError("the file ends too early")
-        memory, offset = memory[count:], offset + count

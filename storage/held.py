@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from storage.checksums import BlockState
+from storage.closing import Closing
 from storage.stripes import Piece, overlap
 from storage.transfer import StoredKey
 from storage.types import Op
@@ -60,7 +59,7 @@ class HeldKey:
         ]
 
 
-class HeldKeys:
+class HeldKeys(Closing):
     """Several keys, held until `close`; a context manager. `close` may be called by any thread, more than once.
 
     Args:
@@ -91,11 +90,3 @@ class HeldKeys:
     def close(self) -> None:
         """Let go: the bytes may be overwritten. Idempotent."""
         self._closing.pop_all().close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

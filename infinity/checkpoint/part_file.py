@@ -15,8 +15,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 import xxhash
@@ -26,6 +24,7 @@ from infinity.checkpoint.tensor_file import TensorFileReader, TensorSpan, bytes_
 from infinity.errors import CheckpointError
 from storage.align import PAGE_NBYTES
 from storage.checksums import BLOCK_NBYTES
+from storage.closing import Closing
 from storage.copying import RangeCopier, read_some, write_all
 from storage.errors import IntegrityError
 from storage.held import HeldKey, HeldKeys
@@ -133,7 +132,7 @@ class PartFileWriter:
             os.close(fd)
 
 
-class PartFileReader:
+class PartFileReader(Closing):
     """Reads spans of parts; every block that is touched is checked. The file is checked against its entry at once.
 
     Raises:
@@ -235,14 +234,6 @@ class PartFileReader:
     def close(self) -> None:
         """Idempotent."""
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def refuse_other_size(path: Path, entry: FileEntry) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -23,11 +21,12 @@ from infinity.checkpoint.part_file import PartFileReader, refuse_other_size
 from infinity.errors import CheckpointError
 from infinity.optim.moments import BLOCK_NUMEL, decode_codes
 from infinity.optim.splitmaster import join_master
+from storage.closing import Closing
 
 _OPEN_FILES = 8
 
 
-class CheckpointReader:
+class CheckpointReader(Closing):
     """Gives elements of any tensor of a checkpoint, each block of them checked against its checksum.
 
     Memory: what is asked for, and some blocks of 256 KiB. Not thread safe; a context manager.
@@ -122,14 +121,6 @@ class CheckpointReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Parts -----------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.format import damaged
 from infinity.errors import CheckpointError
+from storage.closing import Closing
 from storage.copying import read_some, write_all
 
 _CODES = {
@@ -60,7 +60,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().view(torch.uint8).numpy().data
 
 
-class TensorFileWriter:
+class TensorFileWriter(Closing):
     """Writes tensors piece by piece; the pieces of one tensor come in order. Close it, then take the checksums.
 
     Args:
@@ -108,14 +108,6 @@ class TensorFileWriter:
         if fd >= 0:
             os.close(fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def lay_out(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
@@ -142,7 +134,7 @@ def lay_out(
     return struct.pack("<Q", len(text)) + text, spans
 
 
-class TensorFileReader:
+class TensorFileReader(Closing):
     """Reads pieces of tensors into given memory.
 
     Raises:
@@ -197,11 +189,3 @@ class TensorFileReader:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -25,6 +23,7 @@ from infinity.optim.hyper import most_nbytes_per_element
 from infinity.optim.records import Record
 from infinity.runtime import Runtime
 from storage.align import PAGE_NBYTES, align_down, align_up
+from storage.closing import Closing
 from storage.pool import HostPool, Lease
 from storage.store import ShardStore
 from storage.types import Priority, Ticket, TrafficTag
@@ -97,7 +96,7 @@ class Values:
     _parts: tuple[_Part, ...]
 
 
-class Tiers:
+class Tiers(Closing):
     """Reads and writes spans. A context manager; used by the training thread, one span at a time."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -164,14 +163,6 @@ class Tiers:
 
     def close(self) -> None:
         self._held.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # Parts -----------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,6 +25,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.observe.exporters import Rates
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
+from storage.closing import Closing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,7 @@ _SCHEDULER = "scheduler.pt"  # the Trainer's own name
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
-class InfinityTrainer(transformers.Trainer):  # type: ignore[misc, unused-ignore]
+class InfinityTrainer(transformers.Trainer, Closing):  # type: ignore[misc, unused-ignore]
     """Offloads the model, updates it with `infinity.AdamW`, and saves and resumes by streaming.
 
     Checkpoints hold the engine's folder `infinity` beside the Trainer's own files; `resume_from_checkpoint`,
@@ -161,14 +161,6 @@ class InfinityTrainer(transformers.Trainer):  # type: ignore[misc, unused-ignore
         """Give back swap files, threads and memory. Idempotent. The parameters are gone afterwards."""
         if self._owned is not None:
             self._owned.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _refuse_arguments(args: Any) -> None:

@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Protocol
 
 from infinity.errors import ConfigError
+from storage.closing import Closing
 
 Values = Mapping[str, float]
 _RATES = {
@@ -157,7 +157,7 @@ class Rates:
         return row | {"step/stall_s": _growth(before, self.counters, "stall/total_s") / steps}
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Writes a row to every sink after each step, or after every few.
 
     Args:
@@ -207,14 +207,6 @@ class MetricsLog:
         with ExitStack() as closing:
             for sink in self._sinks:
                 closing.callback(sink.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _growth(before: Values, now: Values, name: str) -> float:

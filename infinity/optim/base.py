@@ -9,8 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, overload
 
 import torch
 
@@ -23,11 +22,12 @@ from infinity.optim.hyper import Hyper
 from infinity.optim.kernels import ALGORITHMS
 from infinity.optim.torch_state import SlotOwner, states_of, torch_state
 from infinity.released import ParameterRef, ref_of
+from storage.closing import Closing
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(torch.optim.Optimizer, Closing):
     """Base of the optimizers over the parameters of an offloaded model, or over others with their state in the tiers.
 
     Args:
@@ -284,14 +284,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         if self._tier is not None:
             self._tier.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def refuse_outside(settings: Mapping[str, Any], *checks: tuple[str, bool, str]) -> None:

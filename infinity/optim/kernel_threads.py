@@ -3,8 +3,8 @@
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Self
+
+from storage.closing import Closing
 
 _MOST_THREADS = 8  # update kernels are bound by memory bandwidth well before that
 _RUN_TIMEOUT_S = 600.0  # a chunk takes milliseconds; only a machine that stopped gets here
@@ -15,7 +15,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class KernelThreads:
+class KernelThreads(Closing):
     """Runs the parts of one kernel call side by side. Owned by whoever builds it; `close()` joins the threads.
 
     `count` includes the calling thread, so one thread means none are started. `None` takes what the machine has.
@@ -57,11 +57,3 @@ class KernelThreads:
         self._closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +26,7 @@ from infinity.checkpoint.tensor_file import TensorFileReader
 from infinity.errors import CheckpointError
 from infinity.weights.torch_file import TorchFile
 from infinity.weights.zero_checkpoint import is_zero_checkpoint
+from storage.closing import Closing
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SAFETENSORS = ".safetensors"
@@ -103,7 +103,7 @@ class _Checkpoint:
         self._reader.close()
 
 
-class Weights:
+class Weights(Closing):
     """The tensors of one or several files by name. A context manager.
 
     Attributes:
@@ -151,14 +151,6 @@ class Weights:
     def close(self) -> None:
         """Idempotent."""
         self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def open_weights(path: str | Path) -> Weights:
