@@ -30,27 +30,27 @@ from infinity.config import ActivationPolicy
 from infinity.devices.base import Device, LinkDirection
 from infinity.errors import InfinityError, PlacementError
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.sizes import format_nbytes
+from infinity.swap_files import create_volatile
 from infinity.torch_compat import CheckpointRun
 from storage.align import PAGE_NBYTES, align_up
-from storage.budget import Reservation, TierBudget
-from storage.pool import HostPool, Lease
+from storage.budget import TierBudget
+from storage.pool import HostPool
 from storage.store import ShardStore
 from storage.types import Priority, Ticket, TrafficTag
-from storage.versioned import VersionedStore
 
 _KIND = "activation"
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One saved input. In host memory while it has a lease; in the swap files when `write` has succeeded."""
+    """One saved input. In host memory while it has a block; in the swap files when `write` has succeeded."""
 
     nbytes: int  # whole pages
     payload_nbytes: int
-    lease: Lease | None = None
-    reservation: Reservation | None = None
+    block: HostBlock | None = None
     key: str = ""
     write: Ticket | None = None
     read: Ticket | None = None
@@ -64,10 +64,9 @@ class _Entry:
         return any(ticket is not None and not ticket.done for ticket in (self.write, self.read))
 
     def leave_memory(self) -> None:
-        if self.lease is not None and self.reservation is not None:
-            self.lease.release()
-            self.reservation.release()
-        self.lease = self.reservation = self.read = None
+        if self.block is not None:
+            self.block.release()
+        self.block = self.read = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,6 +195,8 @@ class Activations:
         if self._policy is ActivationPolicy.RECOMPUTE or not self._is_worth(tensor):
             return _Kept(tensor, tensor._version)
         entry = _Entry(align_up(tensor.nbytes, PAGE_NBYTES), tensor.nbytes)
+        handle = _Handle(tensor, entry)  # first: if saving fails it dies with the exception, and the entry with it
+        weakref.finalize(handle, self._dead.append, entry).atexit = False
         self._take_memory(entry)
         start_s = time.perf_counter()
         with torch.no_grad():
@@ -205,8 +206,6 @@ class Activations:
         self._entries.append(entry)
         if self._policy is ActivationPolicy.NVME:
             self._write_behind(entry.nbytes)
-        handle = _Handle(tensor, entry)
-        weakref.finalize(handle, self._dead.append, entry).atexit = False
         return handle
 
     def _restore(self, saved: _Kept | _Handle) -> torch.Tensor:
@@ -223,7 +222,7 @@ class Activations:
             raise InfinityError("this engine is closed; the activations of its forwards are gone")
         self._reap()
         entry = saved.entry
-        if entry.lease is None:
+        if entry.block is None:
             self._take_memory(entry)
             self._read(entry, Priority.DEMAND)
         if entry.read is not None:
@@ -268,22 +267,21 @@ class Activations:
         return all(group.flat.untyped_storage()._cdata != storage for group in self._groups)
 
     def _flat(self, entry: _Entry, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        if entry.lease is None:
+        if entry.block is None:
             raise RuntimeError("an activation is not in host memory")
-        return torch.frombuffer(entry.lease.memory, dtype=dtype, count=numel)
+        return torch.frombuffer(entry.block.memory, dtype=dtype, count=numel)
 
     def _take_memory(self, entry: _Entry) -> None:
         with self._stalls.reporting():
             while (reservation := self._budget.try_reserve(entry.nbytes, _KIND)) is None:
                 self._make_room(entry)
-            entry.reservation = reservation
-            entry.lease = self._pool.lease(entry.nbytes, _KIND)
+            entry.block = HostBlock.take(self._pool, reservation, _KIND)
 
     def _make_room(self, entry: _Entry) -> None:
         """The input that is needed last leaves host memory."""
-        oldest = next((other for other in self._entries if other.lease is not None), None)
+        oldest = next((other for other in self._entries if other.block is not None), None)
         if oldest is None or self._policy is ActivationPolicy.HOST:
-            held = sum(other.nbytes for other in self._entries if other.lease is not None)
+            held = sum(other.nbytes for other in self._entries if other.block is not None)
             least = format_nbytes(held + entry.nbytes)
             raise PlacementError(
                 f"no host memory for an activation of {format_nbytes(entry.nbytes)}: {format_nbytes(held)} of "
@@ -302,29 +300,29 @@ class Activations:
     def _write_behind(self, nbytes: int) -> None:
         """Write the oldest inputs until another one of this size would find room."""
         room = self._budget.free_nbytes
-        room += sum(entry.nbytes for entry in self._entries if entry.lease is not None and entry.write is not None)
+        room += sum(entry.nbytes for entry in self._entries if entry.block is not None and entry.write is not None)
         for entry in self._entries[:-1]:
             if room >= nbytes:
                 return
-            if entry.lease is not None and entry.write is None:
+            if entry.block is not None and entry.write is None:
                 self._write(entry)
                 room += entry.nbytes
 
     def _write(self, entry: _Entry) -> None:
-        store, lease = self._open_store(), entry.lease
-        if lease is None:
+        store, block = self._open_store(), entry.block
+        if block is None:
             raise RuntimeError("an activation that is not in host memory cannot be written")
         entry.key = self._key(entry.nbytes)
         tag = TrafficTag(_KIND, self.step)
-        entry.write = store.submit_write(entry.key, lease.memory, tag=tag, payload_nbytes=entry.payload_nbytes)
+        entry.write = store.submit_write(entry.key, block.memory, tag=tag, payload_nbytes=entry.payload_nbytes)
 
     def _read(self, entry: _Entry, priority: Priority) -> None:
-        store, lease = self._open_store(), entry.lease
-        if lease is None:
+        store, block = self._open_store(), entry.block
+        if block is None:
             raise RuntimeError("an activation needs memory before it is read")
         tag, payload_nbytes = TrafficTag(_KIND, self.step), entry.payload_nbytes
         entry.read = store.submit_read(
-            entry.key, lease.memory, priority=priority, tag=tag, payload_nbytes=payload_nbytes
+            entry.key, block.memory, priority=priority, tag=tag, payload_nbytes=payload_nbytes
         )
 
     def _read_ahead(self, entry: _Entry) -> None:
@@ -332,13 +330,12 @@ class Activations:
         if entry not in self._entries:
             return
         for earlier in reversed(self._entries[: self._entries.index(entry)]):
-            if earlier.lease is not None or not earlier.is_stored:
+            if earlier.block is not None or not earlier.is_stored:
                 continue
             reservation = self._budget.try_reserve(earlier.nbytes, _KIND)
             if reservation is None:
                 return
-            earlier.reservation = reservation
-            earlier.lease = self._pool.lease(earlier.nbytes, _KIND)
+            earlier.block = HostBlock.take(self._pool, reservation, _KIND)
             self._read(earlier, Priority.READ_AHEAD)
 
     def _key(self, nbytes: int) -> str:
@@ -346,11 +343,7 @@ class Activations:
         if free:
             return free.pop()
         key = f"{_KIND}/{next(self._numbers)}"
-        store = self._open_store()
-        if isinstance(store, VersionedStore):
-            store.create(key, nbytes, is_volatile=True)
-        else:
-            store.create(key, nbytes)
+        create_volatile(self._open_store(), key, nbytes)
         return key
 
     def _open_store(self) -> ShardStore:

@@ -27,6 +27,7 @@ from infinity.checkpoint.load import refuse_gathered
 from infinity.checkpoint.tiers import Span, Tiers
 from infinity.errors import ConfigError, IterationError, NotGatheredError, PlacementError, UnsupportedModelError
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.iteration import Iteration
 from infinity.released import Access, ParameterRef
 from infinity.runtime import Runtime
@@ -209,7 +210,8 @@ def _fill(runtime: Runtime, origins: _Origins, steps: Mapping[int, Sequence[int]
     for group in runtime.groups:
         copy = runtime.copies[group.index]
         if copy.pinned:
-            copy.begin_read(runtime.pool.lease(group.shard_nbytes, group.key), None, Ticket.completed(group.key))
+            lease = runtime.pool.lease(group.shard_nbytes, group.key)
+            copy.begin_read(HostBlock(lease), Ticket.completed(group.key))
             copy.landed()
     with Tiers(runtime) as tiers, torch.no_grad():
         for group in runtime.groups:

@@ -18,6 +18,7 @@ from infinity.demand import Request
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import Device, LinkCopy
 from infinity.durable.committer import Committer
+from infinity.ending import end_executor
 from infinity.gather import Gatherer
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
@@ -43,7 +44,7 @@ from infinity.released import Access
 from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
-from infinity.swap_files import open_log, speeds_to_start_with, storage_options, traced
+from infinity.swap_files import create_volatile, open_log, speeds_to_start_with, storage_options, traced
 from storage.budget import TierBudget
 from storage.drives import WrapBackend
 from storage.errors import SwapFullError
@@ -109,13 +110,13 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     store = _open_store(plan, states, trace, stack)
     failure = Failure()
     commit_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-commit")  # starts with its first task
-    stack.callback(commit_thread.shutdown)
+    stack.callback(end_executor, commit_thread, "a commit")
     save_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-save")  # starts with its first task
-    stack.callback(save_thread.shutdown)
+    stack.callback(end_executor, save_thread, "a save")
     io = IoLoop(on_failure=failure.note)
     stack.callback(io.close)
     worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-optimizer")
-    stack.callback(worker.shutdown)
+    stack.callback(end_executor, worker, "an optimizer update")
     budgets, copies = _budgets(plan), _copies(plan)
     threads = (commit_thread, save_thread)
     resources = _Resources(pool, store, io, worker, states, budgets, copies, trace, failure, *threads)
@@ -318,15 +319,7 @@ def _create_gradient(plan: Blueprint, made: _Resources, group: FlatGroup) -> Non
             f"swap files hold {held_nbytes} of the {limit_nbytes} that nvme.budget allows. Raise it, or use "
             "schedule='synchronous'"
         )
-    _create_volatile(store, group)
-
-
-def _create_volatile(store: ShardStore, group: FlatGroup) -> None:
-    """The key of a gradient; no commit keeps it."""
-    if isinstance(store, VersionedStore):
-        store.create(gradient_key(group), gradient_nbytes(group), is_volatile=True)
-    else:
-        store.create(gradient_key(group), gradient_nbytes(group))
+    create_volatile(store, gradient_key(group), gradient_nbytes(group))
 
 
 def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
@@ -376,7 +369,7 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], trace: Trace, st
         if group.index in states and placement.stores_state(group.index):
             create_records(store, states[group.index])
         if group.index in placement.spilled_gradients:
-            _create_volatile(store, group)
+            create_volatile(store, gradient_key(group), gradient_nbytes(group))
     return store
 
 
@@ -394,7 +387,7 @@ def _create_durable(plan: Blueprint, states: dict[int, GroupState], store: Versi
             records = states[group.index].records
             wanted += [(record.key, record.nbytes, "state") for record in records if record.nbytes]
         if group.index in plan.placement.spilled_gradients:
-            _create_volatile(store, group)
+            create_volatile(store, gradient_key(group), gradient_nbytes(group))
     for key, nbytes, dtype in wanted:
         if key not in found:
             store.create(key, nbytes, dtype)

@@ -9,7 +9,7 @@ Used by the training thread only; transfers complete on other threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,18 +18,19 @@ from infinity.away_gradients import SpilledGradient
 from infinity.devices.base import Device, Fence
 from infinity.errors import PlacementError, UnsupportedModelError
 from infinity.gradient_blocks import GradientBlocks
+from infinity.gradient_measures import MeasuredGradients
 from infinity.gradient_spill import GradientSpill
 from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.observe.stalls import StallCause, StallClock
-from infinity.optim.clip import parameter_norm
 from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
 from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.types import Priority
 
 
-class GradientSink:
+class GradientSink(MeasuredGradients):
     """Collects the gradients of one optimizer step.
 
     Args:
@@ -55,6 +56,7 @@ class GradientSink:
         advice: Callable[[], str],
         stalls: StallClock,
     ) -> None:
+        super().__init__()
         self._device = device
         self._pool = pool
         self._spill = spill
@@ -64,11 +66,7 @@ class GradientSink:
         self._blocks = blocks
         self._advice = advice
         self._stalls = stalls
-        self._gradients: dict[int, GroupGradient] = {}
         self.step = 0
-        self.wants_norms = False
-        self.wants_peaks = False
-        self.n_passes = 0  # times that the gradient of a parameter was read to measure it
         self._n_backwards = 0  # since the last step
         self._expected_backwards = 1  # before the next step, as before the last one
 
@@ -78,13 +76,13 @@ class GradientSink:
         """A backward of the group begins: reserve device memory for its gradient; read back what was spilled."""
         self._blocks.reserve(group)
         gradient = self._gradients.get(group.index)
-        if gradient is not None and gradient.is_spilled and gradient.lease is None:
+        if gradient is not None and gradient.is_spilled and gradient.block is None:
             nbytes = gradient_nbytes(group)
             # Leave room for one more, so that a gradient that arrives first never waits for this one to be used.
             if self._transit.free_nbytes >= 2 * nbytes:
-                gradient.reservation = self._transit.try_reserve(nbytes, gradient_key(group))
-                if gradient.reservation is not None:
-                    gradient.lease = self._pool.lease(nbytes, gradient_key(group))
+                reservation = self._transit.try_reserve(nbytes, gradient_key(group))
+                if reservation is not None:
+                    gradient.block = HostBlock.take(self._pool, reservation, gradient_key(group))
                     gradient.submit_read_back(self.step, Priority.READ_AHEAD)
 
     def harvest(self, group: FlatGroup, *, is_final: bool) -> bool:
@@ -158,7 +156,7 @@ class GradientSink:
     def settle(self, group: FlatGroup) -> None:
         """A backward of the group is over: spill its gradient if that is where it is placed."""
         gradient = self._gradients.get(group.index)
-        if gradient is not None and self._spill.is_planned(group) and gradient.lease is not None:
+        if gradient is not None and self._spill.is_planned(group) and gradient.block is not None:
             self._spill_now(gradient)
 
     def _spill_now(self, gradient: GroupGradient) -> None:
@@ -186,16 +184,12 @@ class GradientSink:
         """Groups that have a gradient, in the order of their index."""
         return [self._gradients[index].group for index in sorted(self._gradients)]
 
-    def has(self, group: FlatGroup, slot: int) -> bool:
-        gradient = self._gradients.get(group.index)
-        return gradient is not None and gradient.present[slot]
-
     def view(self, group: FlatGroup, slot: int) -> torch.Tensor | None:
         """The gradient of one parameter as it waits in host memory (fp32, changes count); None when there is none."""
         if not self.has(group, slot):
             return None
         gradient, place = self._gradients[group.index], group.layout.slots[slot]
-        if gradient.lease is None:
+        if gradient.block is None:
             return SpilledGradient(place.name, place.shape, GRAD_DTYPE)
         self._wait_arrived(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
@@ -224,23 +218,10 @@ class GradientSink:
                 gradient.release()
                 del self._gradients[group.index]
 
-    def overflowed(self) -> bool:
-        """Whether a gradient that waits is infinite or NaN somewhere. From now on that is seen as they arrive."""
-        self.wants_peaks = True
-        for gradient in self._gradients.values():
-            in_memory = gradient.lease is not None  # what was added up may be infinite though no part of it is
-            known = {s for s, parts in gradient.peaks.items() if len(parts) == 1 or not in_memory}
-            missing = [s for s, there in enumerate(gradient.present) if there and s not in known]
-            if missing:
-                with self.in_memory(gradient.group):
-                    gradient.peaks.update({slot: [self._peak(gradient.slot_view(slot))] for slot in missing})
-        peaks = [peak for g in self._gradients.values() for parts in g.peaks.values() for peak in parts]
-        return any(not bool(torch.isfinite(peak)) for peak in peaks)
-
     def multiply(self, group: FlatGroup, slot: int, factor: torch.Tensor) -> bool:
         """Multiply a gradient by a power of two in place. False, and nothing happens, when it is in the swap file."""
         gradient = self._gradients[group.index]
-        if gradient.lease is None:
+        if gradient.block is None:
             return False
         self._wait_arrived(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
@@ -258,25 +239,11 @@ class GradientSink:
         """Wait for spilled gradients to land, and raise what went wrong."""
         self._spill.check()
 
-    def norms(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
-        """The 2-norm of every given slot that has a gradient, in the given order."""
-        return [self._gradients[group.index].norms[slot] for group, slot in self._measured(slots)]
-
-    def _measured(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[tuple[FlatGroup, int]]:
-        """Those of the slots that have a gradient, after it has been measured."""
-        wanted = [(group, slot) for group, slot in slots if self.has(group, slot)]
-        for group in {group.index: group for group, _ in wanted}.values():
-            gradient = self._gradients[group.index]
-            if not self._is_measured(gradient):
-                with self.in_memory(group):
-                    self._measure(gradient)
-        return wanted
-
     @contextmanager
     def in_memory(self, group: FlatGroup) -> Iterator[GroupGradient]:
-        """The gradient of a group, complete and in host memory for the length of a block, wherever it waits."""
+        """See `MeasuredGradients.in_memory`; what waits in the swap file is read back for the block."""
         gradient = self._gradients[group.index]
-        is_away = gradient.is_spilled and gradient.lease is None
+        is_away = gradient.is_spilled and gradient.block is None
         if is_away:
             self._read_back(gradient)
         try:
@@ -287,15 +254,12 @@ class GradientSink:
             if is_away:
                 gradient.release()
 
-    def _is_measured(self, gradient: GroupGradient) -> bool:
-        return all(slot in gradient.norms for slot, there in enumerate(gradient.present) if there)
-
     def discard(self) -> None:
         """Forget every gradient (zero_grad, or the iteration was reset), and what went wrong with it."""
         for gradient in self._gradients.values():
             for fence in gradient.fences:
                 self._stalls.settle_fence(fence, gradient.group.key)
-            if gradient.lease is not None:
+            if gradient.block is not None:
                 self._stalls.settle(gradient.arrival, StallCause.GRADIENT_READ)
             gradient.release()
         self._gradients.clear()
@@ -317,7 +281,7 @@ class GradientSink:
         gradient = self._gradients.get(group.index)
         if gradient is None:
             gradient = self._gradients[group.index] = GroupGradient(group, self._spill.store)
-        if gradient.lease is None:
+        if gradient.block is None:
             if gradient.is_spilled:
                 self._read_back(gradient)
                 gradient.is_spilled = self._spill.is_planned(group)  # others come back for good
@@ -355,14 +319,13 @@ class GradientSink:
         except BaseException:
             reservation.release()
             raise
-        gradient.reservation = reservation
-        gradient.lease = self._pool.lease(nbytes, owner)
+        gradient.block = HostBlock.take(self._pool, reservation, owner)
 
     def _spill_held(self, group: FlatGroup) -> bool:
         """Let a gradient that waits for the end of backward wait in the swap file. False when that is not possible."""
         for other in list(self._gradients.values()) if self._spill.store is not None else []:
             is_like = self._spill.is_planned(other.group) == self._spill.is_planned(group)
-            if other.group is not group and other.lease is not None and is_like:
+            if other.group is not group and other.block is not None and is_like:
                 self._spill_now(other)
                 return True
         return False
@@ -378,30 +341,8 @@ class GradientSink:
         self._take_memory(gradient)
         self._stalls.wait(gradient.submit_read_back(self.step, Priority.DEMAND), StallCause.GRADIENT_READ)
 
-    def _measure(self, gradient: GroupGradient) -> None:
-        self._wait_arrived(gradient)
-        slots: Sequence[bool] = gradient.present
-        for slot, there in enumerate(slots):
-            if there and slot not in gradient.norms:
-                gradient.norms[slot] = self._norm(gradient, slot)
-
-    def _norm(self, gradient: GroupGradient, slot: int) -> torch.Tensor:
-        self.n_passes += 1
-        return parameter_norm(gradient.slot_view(slot))
-
-    def _peak(self, grad: torch.Tensor) -> torch.Tensor:
-        self.n_passes += 1
-        return _peak(grad)
-
     def _wait_arrived(self, gradient: GroupGradient) -> None:
-        """Until every download into the gradient is over. Raises what went wrong with one."""
+        """See `MeasuredGradients`."""
         for fence in gradient.fences:
             self._stalls.wait_fence(fence, f"gradient of {gradient.group.key}")
         gradient.fences = []
-
-
-@torch.no_grad()
-def _peak(grad: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, 0-dim, on the device of `grad`; NaN if there is one. No copy, and nothing waits."""
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, float("inf")) if grad.numel() else torch.zeros(())
-    return norm

@@ -50,8 +50,8 @@ class GradientSpill:
         Raises:
             SwapFullError: there is no space for it.
         """
-        store, group, lease, reservation = self.store, gradient.group, gradient.lease, gradient.reservation
-        if store is None or lease is None:
+        store, group, block = self.store, gradient.group, gradient.block
+        if store is None or block is None:
             raise RuntimeError(f"the gradient of {group.key} is not in host memory, or there are no swap files")
         if group.index not in self._with_room:
             with self._stalls.reporting():
@@ -59,11 +59,11 @@ class GradientSpill:
             self._with_room.add(group.index)
         written = store.submit_write(
             gradient_key(group),
-            lease.memory,
+            block.memory,
             tag=TrafficTag("grad", step),
             payload_nbytes=group.layout.payload_in(group.grad_span) * GRAD_DTYPE.itemsize,
         )
-        gradient.lease = gradient.reservation = None
+        gradient.block = None
         gradient.is_spilled = True
         # Whoever waits for memory looks whether a write is under way. One whose bytes have landed still is, until it
         # has given its memory back.
@@ -71,9 +71,7 @@ class GradientSpill:
         self._writes = [*(ticket for ticket in self._writes if not ticket.done or ticket.exception), landed]
 
         def land(_: Ticket) -> None:
-            lease.release()
-            if reservation is not None:
-                reservation.release()
+            block.release()
             landed.complete(written.exception)
 
         written.add_done_callback(land)

@@ -6,10 +6,9 @@ import torch
 
 from infinity.devices.base import Fence
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.layout import Chunk
 from infinity.shard_io import ShardIo
-from storage.budget import Reservation
-from storage.pool import Lease
 from storage.types import Priority, Ticket, TrafficTag
 
 GRAD_DTYPE = torch.float32
@@ -38,17 +37,16 @@ class GroupGradient:
         self.fences: list[Fence] = []
         self.is_spilled = False
         self.is_filled = False  # with several ranks: whether the span holds something to add to
-        self.lease: Lease | None = None
-        self.reservation: Reservation | None = None
+        self.block: HostBlock | None = None  # None while it is in the swap file, or nothing has arrived
         self.arrival = Ticket.completed(group.key)  # completes when what was spilled is back in memory
         self._store = store
 
     @property
     def tensor(self) -> torch.Tensor:
         """This rank's span of the flat fp32 gradient, in host memory."""
-        if self.lease is None:
+        if self.block is None:
             raise RuntimeError(f"the gradient of {self.group.key} is not in host memory")
-        return torch.frombuffer(self.lease.memory, dtype=GRAD_DTYPE, count=self.group.grad_span.numel)
+        return torch.frombuffer(self.block.memory, dtype=GRAD_DTYPE, count=self.group.grad_span.numel)
 
     def slot_view(self, slot: int) -> torch.Tensor:
         """The part of one parameter's gradient that lies in the span, flat; all of it with one rank."""
@@ -61,11 +59,11 @@ class GroupGradient:
         return self._read(memory, self.group.in_grad(chunk).start, chunk.payload_numel, step, Priority.READ_AHEAD)
 
     def submit_read_back(self, step: int, priority: Priority) -> Ticket:
-        """Read the whole spilled gradient into the lease."""
-        if self.lease is None:
+        """Read the whole spilled gradient into its block."""
+        if self.block is None:
             raise RuntimeError(f"no host memory to read the gradient of {self.group.key} into")
         payload_numel = self.group.layout.payload_in(self.group.grad_span)
-        self.arrival = self._read(self.lease.memory, 0, payload_numel, step, priority)
+        self.arrival = self._read(self.block.memory, 0, payload_numel, step, priority)
         return self.arrival
 
     def _read(self, memory: memoryview, start: int, payload_numel: int, step: int, priority: Priority) -> Ticket:
@@ -83,9 +81,6 @@ class GroupGradient:
 
     def release(self) -> None:
         """Give the host memory back. Idempotent."""
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
-        if self.reservation is not None:
-            self.reservation.release()
-            self.reservation = None
+        if self.block is not None:
+            self.block.release()
+            self.block = None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from infinity.ending import end_executor
 from storage.errors import ClosedError
 from storage.types import Ticket
 
@@ -61,8 +62,12 @@ class IoLoop:
             # is posted before the loop comes to it.
             self._messages.append((function, args))
             if not self._is_woken:
-                self._is_woken = True
-                self._loop.call_soon_threadsafe(self._run_messages)
+                try:
+                    self._is_woken = True
+                    self._loop.call_soon_threadsafe(self._run_messages)
+                except BaseException:  # Ctrl-C: the next message wakes the loop, at worst once too often
+                    self._is_woken = False
+                    raise
 
     def submit(self, coroutine: Coroutine[Any, Any, Any], label: str) -> Ticket:
         """Run a coroutine on the loop; the ticket completes with it and carries its exception.
@@ -129,15 +134,8 @@ class IoLoop:
         if pending:
             self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._end_executor()
-
-    def _end_executor(self) -> None:
-        """Join the executor's threads, for a bounded time; asyncio's own way waits forever in Python 3.11."""
-        ending = threading.Thread(target=self._executor.shutdown, name="infinity-io-ending", daemon=True)
-        ending.start()
-        ending.join(_JOIN_TIMEOUT_S)
-        if ending.is_alive():
-            _log.error("work of %s has not ended within %g s and is left behind", self._thread.name, _JOIN_TIMEOUT_S)
+        # Not by asyncio's own way, which waits forever in Python 3.11.
+        end_executor(self._executor, f"work of {self._thread.name}", _JOIN_TIMEOUT_S)
 
 
 async def complete(coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:

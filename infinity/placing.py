@@ -6,6 +6,7 @@ import torch
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.observe.stalls import StallCause
 from infinity.rank_init import copy_span, share_shard
 from infinity.runtime import Runtime
@@ -50,7 +51,7 @@ def place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
     """A complete shard in host memory goes where the placement wants it; the lease is given back or taken over."""
     copy = runtime.copies[group.index]
     if copy.pinned:
-        copy.begin_read(lease, None, Ticket.completed(group.key))
+        copy.begin_read(HostBlock(lease), Ticket.completed(group.key))
         copy.landed()
         if copy.is_stored:
             write(runtime, group, lease.memory, 0, group.layout.payload_numel)

@@ -23,8 +23,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.groups import FlatGroup
-from storage.budget import Reservation
-from storage.pool import Lease
+from infinity.host_block import HostBlock
 from storage.types import Ticket
 
 _HISTORY = 8
@@ -61,8 +60,7 @@ class HostCopy:
         self.state = CopyState.ABSENT
         self.ticket = Ticket.completed(group.key)  # completes when the transition in progress does
         self.update = Ticket.completed(group.key)  # completes when no update of the shard is pending
-        self.lease: Lease | None = None
-        self.reservation: Reservation | None = None
+        self.block: HostBlock | None = None
         self.history: deque[CopyState] = deque([CopyState.ABSENT], maxlen=_HISTORY)
         self._is_claimed = False
         self._claim_lock = threading.Lock()
@@ -101,9 +99,9 @@ class HostCopy:
     def is_claimed(self) -> bool:
         return self._is_claimed
 
-    def begin_read(self, lease: Lease, reservation: Reservation | None, ticket: Ticket) -> None:
+    def begin_read(self, block: HostBlock, ticket: Ticket) -> None:
         self._expect(CopyState.READING, CopyState.ABSENT)
-        self.lease, self.reservation, self.ticket = lease, reservation, ticket
+        self.block, self.ticket = block, ticket
         self.is_updated_ahead = False
         self._move(CopyState.READING)
 
@@ -169,9 +167,9 @@ class HostCopy:
     @property
     def memory(self) -> memoryview:
         """The shard's bytes in host memory."""
-        if self.lease is None:
+        if self.block is None:
             raise ResidencyError(f"{self.group.key} has no host copy: {self.describe()}")
-        return self.lease.memory
+        return self.block.memory
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -182,12 +180,9 @@ class HostCopy:
         return f"{self.group.key}: {' → '.join(state.value for state in self.history)}"
 
     def _free(self) -> None:
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
-        if self.reservation is not None:
-            self.reservation.release()
-            self.reservation = None
+        if self.block is not None:
+            self.block.release()
+            self.block = None
 
     def _expect(self, to: CopyState, *origins: CopyState) -> None:
         """Refuse a transition to `to` that does not start at one of `origins`, before anything has changed."""

@@ -15,7 +15,8 @@ from storage.backends.recording import IoLog
 from storage.backends.tracing import TracingBackend, TransferSpan
 from storage.calibration_cache import speeds_of
 from storage.drives import WrapBackend
-from storage.store import StorageOptions
+from storage.store import ShardStore, StorageOptions
+from storage.versioned import VersionedStore
 
 
 def storage_options(nvme: NvmeConfig, *, write_memory_nbytes: int, files_nbytes: int | None) -> StorageOptions:
@@ -36,6 +37,14 @@ def storage_options(nvme: NvmeConfig, *, write_memory_nbytes: int, files_nbytes:
         files_nbytes=files_nbytes,
         retry_full_s=nvme.retry_full_s,
     )
+
+
+def create_volatile(store: ShardStore, key: str, nbytes: int) -> None:
+    """Make a key of what is overwritten in place and lasts no longer than the run: no commit keeps it."""
+    if isinstance(store, VersionedStore):
+        store.create(key, nbytes, is_volatile=True)
+    else:
+        store.create(key, nbytes)
 
 
 def speeds_to_start_with(nvme: NvmeConfig, paths: Sequence[Path]) -> Sequence[float] | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from infinity.errors import PlacementError
+from infinity.host_block import HostBlock
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
@@ -50,13 +51,13 @@ class Window:
         if reservation is None:
             return False
         with ExitStack() as undo:
-            undo.callback(reservation.release)
-            lease = undo.enter_context(self._pool.lease(group.shard_nbytes, group.key))
+            block = HostBlock.take(self._pool, reservation, group.key)
+            undo.callback(block.release)
             ticket = self._store.submit_read(
-                group.key, lease.memory, priority=priority, tag=tag, payload_nbytes=group.shard_payload_nbytes
+                group.key, block.memory, priority=priority, tag=tag, payload_nbytes=group.shard_payload_nbytes
             )
             undo.pop_all()
-        copy.begin_read(lease, reservation, ticket)
+        copy.begin_read(block, ticket)
         loop = asyncio.get_running_loop()
         ticket.add_done_callback(lambda _: call_on_loop(loop, self._read_over, copy, ticket))
         return True
@@ -89,7 +90,7 @@ class Window:
             PlacementError: the window cannot hold the shard although nothing else is left to evict.
         """
         is_as_planned = distance.get(wanted.group.index) == 0
-        held = [c for c in self._copies if not c.pinned and c.lease is not None and c is not wanted]
+        held = [c for c in self._copies if not c.pinned and c.block is not None and c is not wanted]
         held = [c for c in held if c.state is not CopyState.FAILED]
         idle = [c for c in held if c.state is CopyState.CLEAN and not c.is_claimed and c.update.done]
         victims = [] if is_as_planned else [c for c in idle if not c.awaits_update]
@@ -120,5 +121,5 @@ class Window:
 
 def call_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
     """Run `function` on the loop soon; nothing happens when the loop is already closed."""
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # what a closed loop raises; it may be closed at any moment
         loop.call_soon_threadsafe(function, *args)

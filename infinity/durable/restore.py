@@ -16,6 +16,7 @@ from infinity.durable.committer import Committer
 from infinity.durable.journal import Journal, layout_of
 from infinity.durable.notes import StoredRun, read_run, refuse_other_layout
 from infinity.errors import CheckpointError, ConfigError
+from infinity.host_block import HostBlock
 from infinity.iteration import Iteration
 from infinity.lockstep import Lockstep, Want
 from infinity.observe.stalls import StallCause
@@ -64,7 +65,7 @@ def _restore_copies(runtime: Runtime) -> Iterable[Ticket]:
         if copy.state is CopyState.FAILED:
             copy.drop()
         if copy.state is CopyState.ABSENT:
-            copy.begin_read(runtime.pool.lease(copy.group.shard_nbytes, copy.group.key), None, copy.update)
+            copy.begin_read(HostBlock(runtime.pool.lease(copy.group.shard_nbytes, copy.group.key)), copy.update)
             copy.landed()
         yield _read(runtime, copy.group.key, copy.memory, "param")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from infinity.config import Schedule
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.observe.stalls import StallCause
 from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import AdamWHyper
@@ -36,11 +37,11 @@ class GradientFlow:
             self._device.gradients[group.index] = await self._device.allocate(group, gradient_key(group))
         gradient = self._gradients.get(group.index)
         transit, nbytes = self._machinery.transit, gradient_nbytes(group)
-        is_away = gradient is not None and gradient.is_spilled and gradient.lease is None
+        is_away = gradient is not None and gradient.is_spilled and gradient.block is None
         if gradient is not None and is_away and transit.free_nbytes >= 2 * nbytes:
-            gradient.reservation = transit.try_reserve(nbytes, gradient_key(group))
-            if gradient.reservation is not None:
-                gradient.lease = self._machinery.pool.lease(nbytes, gradient_key(group))
+            reservation = transit.try_reserve(nbytes, gradient_key(group))
+            if reservation is not None:
+                gradient.block = HostBlock.take(self._machinery.pool, reservation, gradient_key(group))
                 gradient.submit_read_back(self.step, Priority.READ_AHEAD)
 
     async def harvest(self, group: FlatGroup) -> None:
@@ -69,33 +70,26 @@ class GradientFlow:
         gradient = self._gradients.get(group.index)
         if gradient is None:
             gradient = self._gradients[group.index] = GroupGradient(group, machinery.store)
-        if gradient.lease is None:
+        if gradient.block is None:
             is_spilled = group.index in self._scenario.placement.spilled_gradients
             budget = machinery.transit if is_spilled else machinery.gradients
-            gradient.reservation = budget.request(nbytes, gradient_key(group))
-            await self._time.wait(gradient.reservation, StallCause.GRADIENT_SPACE)
-            gradient.lease = machinery.pool.lease(nbytes, gradient_key(group))
+            reservation = budget.request(nbytes, gradient_key(group))
+            await self._time.wait(reservation, StallCause.GRADIENT_SPACE)
+            gradient.block = HostBlock.take(machinery.pool, reservation, gradient_key(group))
             if gradient.is_spilled:
                 gradient.submit_read_back(self.step, Priority.DEMAND)
         await self._time.wait(gradient.arrival, StallCause.GRADIENT_READ)
         return gradient
 
     def _spill(self, gradient: GroupGradient) -> None:
-        lease, reservation = gradient.lease, gradient.reservation
-        if lease is None:
+        block, gradient.block = gradient.block, None
+        if block is None:
             return
         key = gradient_key(gradient.group)
-        ticket = self._machinery.store.submit_write(key, lease.memory, tag=TrafficTag("grad", self.step))
-        gradient.lease = gradient.reservation = None
+        ticket = self._machinery.store.submit_write(key, block.memory, tag=TrafficTag("grad", self.step))
         gradient.is_spilled = True
         gradient.fences.clear()
-
-        def landed(_: Ticket) -> None:
-            lease.release()
-            if reservation is not None:
-                reservation.release()
-
-        ticket.add_done_callback(landed)
+        ticket.add_done_callback(lambda _: block.release())
         self._spills.append(ticket)
 
     def _make_update(self, group: FlatGroup) -> GroupUpdate:

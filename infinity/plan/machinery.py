@@ -11,6 +11,7 @@ from infinity.config import Schedule
 from infinity.errors import InfinityError
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.link import LinkPatience
 from infinity.optim.hyper import Piece, StateField
 from infinity.optim.pipeline import UpdatePipeline
@@ -136,7 +137,7 @@ class Machinery:
         copy.keep_at_turn = group.index in placement.keep_at_turn
         copy.keep_at_boundary = group.index in placement.keep_at_boundary
         if copy.pinned:
-            copy.begin_read(self.pool.lease(group.shard_nbytes, group.key), None, Ticket.completed())
+            copy.begin_read(HostBlock(self.pool.lease(group.shard_nbytes, group.key)), Ticket.completed())
             copy.landed()
         return copy
 

@@ -85,7 +85,7 @@ def test_uploaded_ahead_before_an_update(offload: MakeEngine) -> None:
 def test_no_memory_for_a_read_leaves_no_reservation(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = offload(build(Net), host={"budget": "300KiB"})
     runtime = engine._runtime
-    copy = next(copy for copy in runtime.copies if copy.lease is None)
+    copy = next(copy for copy in runtime.copies if copy.block is None)
     used_nbytes = runtime.budgets["window"].used_nbytes
 
     def fail(*args: object) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.residency import CopyState, HostCopy, ResidencyError
 from infinity.units import Parameters
 from storage.budget import TierBudget
@@ -31,14 +32,13 @@ class Bench:
         self.copy = HostCopy(self.group, pinned=pinned)
 
     def begin_read(self) -> None:
-        lease = self.pool.lease(self.group.shard_nbytes, "read")
         reservation = self.window.try_reserve(self.group.shard_nbytes, "read")
+        assert reservation is not None
+        block = HostBlock.take(self.pool, reservation, "read")
         try:
-            self.copy.begin_read(lease, reservation, Ticket("read"))
+            self.copy.begin_read(block, Ticket("read"))
         except ResidencyError:
-            lease.release()
-            assert reservation is not None
-            reservation.release()
+            block.release()
             raise
 
     @property
@@ -114,13 +114,13 @@ def test_legal_transitions(bench: Bench, state: CopyState, step: str) -> None:
 @pytest.mark.parametrize(("state", "step"), ILLEGAL)
 def test_illegal_transitions_are_refused_and_change_nothing(bench: Bench, state: CopyState, step: str) -> None:
     copy = bring(bench, state)
-    before = (copy.ticket, copy.lease, copy.reservation, list(copy.history), bench.held_nbytes)
+    before = (copy.ticket, copy.block, list(copy.history), bench.held_nbytes)
     with pytest.raises(ResidencyError) as caught:
         STEPS[step](bench)
     path = " → ".join(kept.value for kept in copy.history)
     assert f"host copy of line/float32: {path} cannot become " in str(caught.value)
     assert copy.state is state
-    assert (copy.ticket, copy.lease, copy.reservation, list(copy.history), bench.held_nbytes) == before
+    assert (copy.ticket, copy.block, list(copy.history), bench.held_nbytes) == before
 
 
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=30))
@@ -232,7 +232,7 @@ def test_claim_and_drop_exclude_each_other() -> None:
         dropped = copy.drop()
         thread.join(WAIT_S)
         assert outcome["claimed"] is not dropped
-        assert (copy.lease is None) is dropped
+        assert (copy.block is None) is dropped
         copy.unclaim()
         copy.discard()
         bench.pool.close()

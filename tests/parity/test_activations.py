@@ -12,6 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.observe.shortages import report_of
+from storage.errors import SwapFullError
 from tests.conftest import MakeEngine
 from tests.parity.loops import Loop, assert_parity, train_offloaded
 from tests.zoo import Attention, Net, batch, build, loss_of
@@ -134,6 +135,28 @@ def test_too_small_a_budget_is_refused_with_the_arithmetic_and_the_engine_goes_o
     loss_of(model, wide_batch(0)[:1]).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     assert engine.metrics()["step"] == 1
+
+
+def test_an_input_that_could_not_be_saved_keeps_no_memory(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full costs the iteration, and not a part of the budget for good."""
+    model = build(Net)
+    engine = offload(model, **settings_for("nvme", inputs=2))
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+
+    def refuse(key: str, nbytes: int) -> None:
+        raise SwapFullError(f"no space for {key}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runtime.store, "create", refuse)
+        with pytest.raises(SwapFullError):
+            loss_of(model, wide_batch(0))
+    gc.collect()
+    assert engine._runtime.activations.held_nbytes == 0
+    optimizer.zero_grad()
+    loss_of(model, wide_batch(0)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
 
 
 class _Fails(nn.Module):

@@ -16,6 +16,7 @@ from infinity.config import Schedule
 from infinity.demand import Request
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup, Unit
+from infinity.host_block import HostBlock
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.link import LinkPatience
 from infinity.optim.group_update import GroupUpdate
@@ -183,7 +184,7 @@ class PlannedRun:
             if copy.pinned:
                 lease = self.pool.lease(group.shard_nbytes, group.key)
                 lease.memory[:] = bytes(group.shard_nbytes)
-                copy.begin_read(lease, None, Ticket.completed())
+                copy.begin_read(HostBlock(lease), Ticket.completed())
                 copy.landed()
             else:
                 self.store.create(group.key, group.shard_nbytes)
@@ -292,11 +293,11 @@ class PlannedRun:
         """The gradient of one backward arrives: all ones."""
         gradient = self._gradients.setdefault(group.index, GroupGradient(group, self.store))  # type: ignore[arg-type]
         is_placed_on_nvme = group.index in self.placement.spilled_gradients
-        if gradient.lease is None:
+        if gradient.block is None:
             budget = self._transit if is_placed_on_nvme else self._held
-            gradient.reservation = budget.request(gradient_nbytes(group), gradient_key(group))
-            await gradient.reservation
-            gradient.lease = self.pool.lease(gradient_nbytes(group), gradient_key(group))
+            reservation = budget.request(gradient_nbytes(group), gradient_key(group))
+            await reservation
+            gradient.block = HostBlock.take(self.pool, reservation, gradient_key(group))
             if gradient.is_spilled:
                 await gradient.submit_read_back(self.step, priority=0)  # type: ignore[arg-type]
             else:
@@ -309,14 +310,12 @@ class PlannedRun:
             self.pipeline.submit([self._make_update(group)])
 
     def _spill(self, gradient: GroupGradient) -> None:
-        lease, reservation = gradient.lease, gradient.reservation
-        assert lease is not None
-        assert reservation is not None
+        block, gradient.block = gradient.block, None
+        assert block is not None
         key = gradient_key(gradient.group)
-        ticket = self.store.submit_write(key, lease.memory, tag=TrafficTag("grad", self.step))
-        gradient.lease = gradient.reservation = None
+        ticket = self.store.submit_write(key, block.memory, tag=TrafficTag("grad", self.step))
         gradient.is_spilled = True
-        ticket.add_done_callback(lambda _: (lease.release(), reservation.release()))  # type: ignore[func-returns-value]
+        ticket.add_done_callback(lambda _: block.release())
         self._spills.append(ticket)
 
     def _make_update(self, group: FlatGroup) -> GroupUpdate:
@@ -358,7 +357,7 @@ class PlannedRun:
         await self.settle()
         for gradient in self._gradients.values():
             gradient.release()
-        kept = [copy for copy in self.copies if not copy.pinned and copy.lease is not None]
+        kept = [copy for copy in self.copies if not copy.pinned and copy.block is not None]
         assert self.window.used_nbytes == sum(copy.group.shard_nbytes for copy in kept)
         assert all(copy.state is CopyState.CLEAN or copy.lost_update is not None for copy in kept)
         for copy in self.copies:

@@ -17,6 +17,7 @@ from torch import nn
 
 from infinity.gradients import GroupGradient, gradient_nbytes
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.link import LinkPatience
 from infinity.optim.group_update import GroupUpdate
@@ -189,7 +190,7 @@ class Simulation:
     def submit_update(self, unit: int) -> GroupUpdate:
         group = self.groups[unit]
         gradient = GroupGradient(group, None)
-        gradient.lease = self.pool.lease(gradient_nbytes(group), f"gradient {unit}")
+        gradient.block = HostBlock(self.pool.lease(gradient_nbytes(group), f"gradient {unit}"))
         self.versions[unit] += 1
         update = GroupUpdate(
             state=self.states[unit],

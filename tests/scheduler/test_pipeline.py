@@ -79,7 +79,7 @@ async def test_a_failed_write_fails_the_update_keeps_the_bytes_and_holds_nothing
     assert simulation.pipeline_budget.used_nbytes == 0
     if overlapped:
         assert simulation.copies[1].state is CopyState.FAILED
-        assert simulation.copies[1].lease is not None
+        assert simulation.copies[1].block is not None
     with pytest.raises(WriteError, match="disk died"):
         await simulation.use(1, Phase.FORWARD)
     for copy in simulation.copies:

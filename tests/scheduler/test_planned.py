@@ -131,7 +131,7 @@ def test_an_evaluation_between_two_steps_reads_every_shard_once(
             if not run.copies[group.index].pinned:
                 is_kept = group.index in placement.keep_at_boundary
                 expected += group.shard_nbytes * (0 if is_kept else placement.uses[group.index])
-        ahead = sum(copy.group.shard_nbytes for copy in run.copies if not copy.pinned and copy.lease is not None)
+        ahead = sum(copy.group.shard_nbytes for copy in run.copies if not copy.pinned and copy.block is not None)
         kept = sum(run.groups[index].shard_nbytes for index in placement.keep_at_boundary)
         moved = [t.nbytes for t in run.store.log if t.op is Op.READ and t.tag.kind in ("param", "param_eval")]
         assert sum(moved) - (ahead - kept) == expected
