@@ -55,6 +55,15 @@ class Consistency:
         )
 
     @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Updates of the running step are made in this block: left by an exception, some are made and others not."""
+        try:
+            yield
+        except BaseException as error:
+            self.lose_step(error)
+            raise
+
+    @contextmanager
     def replacing(self, what: str) -> Iterator[None]:
         """All parameters and their state are replaced in this block; if it fails, they belong to two states.
 

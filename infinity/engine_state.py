@@ -37,7 +37,7 @@ class EngineParts:
     _updates: Updates
     _iteration: Iteration
     _access: ParameterAccess
-    _journal: Journal | None  # where steps are durable
+    _journal: Journal | None = None  # where steps are durable
 
     def _meet(self, boundary: Want, what: str, value: str) -> AllRanks | None:
         """Wait until every rank does this with the same value; None with one rank."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from enum import Enum
+from functools import partial
 
 import torch
 
@@ -29,6 +31,8 @@ from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.torch_compat import increment_version, preserve_version_counter
 from infinity.views import Views
+from storage.errors import ClosedError
+from storage.types import Ticket
 
 
 class GatherState(Enum):
@@ -180,14 +184,14 @@ class Gatherer:
 
     def close(self) -> None:
         """Free everything, whoever holds it; only memory that tensors outside still show lives as long as they do."""
-        self.release_unviewed()
-        for group, _ in self._viewed.values():
-            self._leave(self._gatherings[group.index])
+        shown = {group.index for group, views in self._viewed.values() if views.are_alive(group)}
         self._viewed.clear()
-        for gathering in self._gatherings:
-            gathering.users.clear()
-            if gathering.state is not GatherState.RELEASED:
-                self._free(gathering)
+        with ExitStack() as closing:  # all of them, whatever fails
+            for gathering in self._gatherings:
+                gathering.users.clear()
+                if gathering.state is not GatherState.RELEASED:
+                    stays = gathering.group.index in shown or not gathering.group.is_resizable
+                    closing.callback(self._leave if stays else self._free, gathering)
 
     def gathered(self) -> list[FlatGroup]:
         return [g.group for g in self._gatherings if g.state is not GatherState.RELEASED]
@@ -276,7 +280,11 @@ class Gatherer:
         else:
             self.waits["demand"] += 1
             ticket = self._io.submit(self._read_ahead.demand(group.index), f"demand of {group.key}")
-            self._stalls.wait(ticket, StallCause.NVME_READ)
+            try:
+                self._stalls.wait(ticket, StallCause.NVME_READ)
+            except BaseException:
+                ticket.add_done_callback(partial(self._drop_claim, group))
+                raise
         if copy.state in (CopyState.READING, CopyState.FAILED):  # it may have failed since it was claimed
             try:
                 self._stalls.wait(copy.ticket, StallCause.NVME_READ)
@@ -284,6 +292,12 @@ class Gatherer:
                 self._io.post(self._read_ahead.consumed, group.index, Phase.FORWARD)
                 raise
         return copy
+
+    def _drop_claim(self, group: FlatGroup, demand: Ticket) -> None:
+        """A demand is over that nobody waits for any more (Ctrl-C, a timeout): what it has claimed is given up."""
+        if demand.exception is None:
+            with suppress(ClosedError):
+                self._io.post(self._read_ahead.consumed, group.index, Phase.FORWARD)
 
     def _upload(self, gathering: _Gathering, copy: HostCopy, phase: Phase) -> None:
         """Start the upload of a claimed copy. If that fails the group is released and the claim given up."""
@@ -351,7 +365,7 @@ class Gatherer:
         self._let_go(gathering)
 
     def _leave(self, gathering: _Gathering) -> None:
-        """The engine forgets a group's device memory, which goes when the last tensor over it does."""
+        """The engine forgets a group's device memory, which goes when the last tensor or array over it does."""
         gathering.group.show_released()
         if gathering.block is not None:
             self._memory.free(gathering.block)

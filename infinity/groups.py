@@ -249,14 +249,18 @@ class FlatGroup:
         Raises:
             UnsupportedModelError: somebody made a numpy array of a parameter, which nails its memory down for good.
         """
-        storage = self.flat.untyped_storage()
-        if not storage.resizable():
+        if not self.is_resizable:
             raise UnsupportedModelError(
                 f"a parameter of {self.key} was turned into a numpy array or shared, so its memory cannot be given "
                 "back. Copy it first: parameter.detach().clone().numpy(). Close this engine and start again"
             )
-        storage.resize_(0)
+        self.flat.untyped_storage().resize_(0)
         self._taken.clear()
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether the memory of the flat buffer can be given back: not once somebody made a numpy array of it."""
+        return self.flat.untyped_storage().resizable()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.key}, {self.layout.payload_numel} parameters, {self.shard_dtype})"

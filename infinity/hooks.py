@@ -73,10 +73,11 @@ class GraphTasks:
         Variable._execution_engine.queue_callback(lambda: self._ended(task))
 
     def _ended(self, task: int) -> None:
-        self._open.discard(task)
+        # Open until everything is done: if that fails, the backward has failed, and counts as open until `clear`.
         self._end_task(task)
-        if not self._open:
+        if self._open <= {task}:
             self._finish()
+        self._open.discard(task)
 
     @property
     def any_open(self) -> bool:

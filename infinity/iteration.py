@@ -1,9 +1,4 @@
-"""One training or evaluation iteration as the hooks see it: what is gathered, harvested and released when.
-
-[Note: stale graphs]
-A graph that is older than an update of its parameters would be differentiated with the new values. Plain PyTorch
-notices by the version counters of the parameters; here they do not move, so the numbers of updates are compared.
-"""
+"""One training or evaluation iteration as the hooks see it: what is gathered, harvested and released when."""
 
 from __future__ import annotations
 
@@ -21,6 +16,7 @@ from infinity.config import DeviceKind
 from infinity.conversions import CONVERSIONS, keep_or_refuse
 from infinity.durable.journal import Journal
 from infinity.errors import DeviceOutOfMemoryError, IterationError, NotGatheredError, UnsupportedModelError
+from infinity.graph_ages import GraphAges, refuse_create_graph
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, in_backward, watch_outputs
 from infinity.lending import Lending
@@ -71,6 +67,7 @@ class Iteration:
         self._lending = Lending(group for group in runtime.groups if group.index not in self._resident)
         self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
         self._repeats = Repeats(self._release)
+        self._ages = GraphAges(runtime.states)
 
     def watch_structure(self) -> None:
         """From now on the model has to keep its parameters; the stand-ins are in place."""
@@ -114,8 +111,8 @@ class Iteration:
             for group in used:
                 self._runtime.gatherer.release(group, _ON_USE)
             if used and output is not None and torch.is_grad_enabled():
-                versions = self._versions(used)
-                watch_outputs(output, lambda: self._pre_backward_on_use(used, versions))
+                ages = self._ages.of(used)
+                watch_outputs(output, lambda: self._pre_backward_on_use(used, ages))
             self._calls.end_forward(output)
             self._meet_after_forward(is_complete=output is not None)
             return self._lending.take_back(output)
@@ -141,8 +138,8 @@ class Iteration:
     # Backward --------------------------------------------------------------------------------------------------
 
     def before_backward(self, run: Run) -> Callable[[], None]:
-        versions = self._versions(run.unit.groups)
-        return lambda: self._begin_run(run, versions)
+        ages = self._ages.of(run.unit.groups)
+        return lambda: self._begin_run(run, ages)
 
     def behind_backward(self, run: Run) -> None:
         self._runs.pass_by(run)
@@ -150,14 +147,14 @@ class Iteration:
     def join_backward(self) -> None:
         """A backward reaches parameters of this engine. Idempotent."""
         self._tasks.join()
-        _refuse_create_graph()
+        refuse_create_graph()
         self._updates.check_backward()
 
-    def _begin_run(self, run: Run, versions: Sequence[int]) -> None:
+    def _begin_run(self, run: Run, ages: Sequence[int]) -> None:
         self.join_backward()
         self._runs.begin(run)
         unit = run.unit
-        self._refuse_stale(unit.groups, versions)
+        self._ages.refuse_stale(unit.groups, ages)
         self._gather(unit, Phase.BACKWARD)
         self._expect_gradients(unit.groups)
         self._timeline.begins(unit, Phase.BACKWARD)
@@ -285,9 +282,9 @@ class Iteration:
             if self._gather_group(group, _ON_USE, phase):
                 self._record(Access(phase, self._unit_of[group.index]))
 
-    def _pre_backward_on_use(self, groups: Sequence[FlatGroup], versions: Sequence[int]) -> None:
+    def _pre_backward_on_use(self, groups: Sequence[FlatGroup], ages: Sequence[int]) -> None:
         self.join_backward()
-        self._refuse_stale(groups, versions)
+        self._ages.refuse_stale(groups, ages)
         self._gather_on_use(groups)
         self._expect_gradients(groups)
 
@@ -303,20 +300,6 @@ class Iteration:
             lockstep.collectives.note_error(error)  # the reason, should this rank end
         elif self._runtime.config.stage == 3:
             lockstep.end(Want.END_FORWARD)
-
-    def _versions(self, groups: Sequence[FlatGroup]) -> list[int]:
-        """How often each group has been updated."""
-        states = self._runtime.states
-        return [sum(states[group.index].steps) if group.trainable else 0 for group in groups]
-
-    def _refuse_stale(self, groups: Sequence[FlatGroup], versions: Sequence[int]) -> None:
-        for group, before, now in zip(groups, versions, self._versions(groups), strict=True):
-            if before != now:
-                raise IterationError(
-                    f"the parameters of {group.key} were updated between this forward and its backward, by "
-                    "optimizer.step() or, under schedule='overlapped', by an earlier backward. Run the forward again "
-                    "after an update; for several backwards before step() use schedule='synchronous'"
-                )
 
     def _harvest(self, group: FlatGroup, *, is_final: bool) -> None:
         fresh = [slot for slot, parameter in enumerate(group.parameters) if fresh_grad(parameter) is not None]
@@ -402,12 +385,3 @@ class Iteration:
 
     def _has_one_user(self, group: FlatGroup) -> bool:
         return len(group.units) == 1 and group.index not in self._used_elsewhere
-
-
-def _refuse_create_graph() -> None:
-    # The graph of a backward has no hooks: differentiating it would read parameters that have been released.
-    if torch.is_grad_enabled():
-        raise UnsupportedModelError(
-            "a backward with create_graph=True (double backward, gradient penalties) through an offloaded module is "
-            "not supported: the parameters it needs again would be gone by then"
-        )

@@ -140,21 +140,27 @@ class Runtime:
         self.saver.preserve_all()
 
     def shut_down(self) -> None:
-        """Close every part in reverse order of its making. Idempotent; an error is raised after all are closed."""
-        if self.is_closed:
-            return
-        self.is_closed = True
-        for handle in self.hooks:
-            handle.remove()
-        self.io.post(self.read_ahead.stop)
-        self.closing.close()
+        """Close every part in reverse order of its making; an error is raised after all are closed.
+
+        Idempotent. Called again after an interrupt (Ctrl-C), it closes what is left.
+        """
+        with self.closing:
+            if not self.is_closed:
+                self.is_closed = True
+                self.io.post(self.read_ahead.stop)
+            while self.hooks:
+                self.hooks.pop().remove()
 
     def free_memory(self) -> None:
-        """Give back every lease and reservation. Only when no transfer is in flight any more."""
-        self.activations.close()
-        self.gatherer.close()
-        self.read_ahead.give_up(ClosedError("the engine has been closed"))
-        self.sink.close()
+        """Give back every lease and reservation, whatever fails. Only when no transfer is in flight any more."""
+        with ExitStack() as closing:
+            closing.callback(self._free_for_good)
+            closing.callback(self.sink.close)
+            closing.callback(self.read_ahead.give_up, ClosedError("the engine has been closed"))
+            closing.callback(self.gatherer.close)
+            closing.callback(self.activations.close)
+
+    def _free_for_good(self) -> None:
         for copy in self.copies:
             copy.discard()
         for state in self.states.values():

@@ -188,19 +188,29 @@ class Updates:
 
         Writes to the swap files may still be under way behind it.
         """
-        runtime = self._runtime
         self.consistency.check()
-        later: list[GroupUpdate] = []
         self._agree_on_step()
         if self.is_overlapped:
             self._check_unchanged(optimizer)
-            self._submit(runtime.sink.pending())  # what not every rank had in its backward
         else:
             self._finish_deferred()
             if optimizer.max_grad_norm is not None:
                 self.gradients.clip(optimizer.slots(), optimizer.max_grad_norm)
-            runtime.sink.check_writes()
-            later = self._submit_pending()
+            self._runtime.sink.check_writes()
+        groups = self._runtime.sink.pending()  # under `overlapped`, what not every rank had in its backward
+        hypers = self._prepare(groups)
+        with self.consistency.applying():
+            self._apply(self._make_updates(groups, hypers))
+            self._submitted.clear()
+            self.gradients.used()
+
+    def _apply(self, updates: Sequence[GroupUpdate]) -> None:
+        """Start or defer the last updates of the step, and wait for what is not deferred."""
+        runtime = self._runtime
+        is_present = runtime.gatherer.is_gathered
+        later = [update for update in updates if self.is_deferred and not is_present(update.state.group)]
+        runtime.io.post(runtime.pipeline.submit, [update for update in updates if update not in later])
+        runtime.io.post(runtime.pipeline.defer, later)
         runtime.step += 1
         runtime.sink.step = runtime.activations.step = runtime.step
         runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
@@ -211,13 +221,10 @@ class Updates:
         except BaseException as error:
             if self._exchange is not None:
                 self._exchange.abandon(error)
-            self.consistency.lose_step(error)
             raise
         for group in runtime.gatherer.gathered():  # resident, or held by a `gathered()` block around the step
             if group.index in self._submitted and runtime.gatherer.is_gathered(group):
                 runtime.gatherer.refresh(group)
-        self._submitted.clear()
-        self.gradients.used()
 
     def refuse_edited(self, groups: Iterable[FlatGroup]) -> None:
         """Groups are about to be updated, or have been during backward.
@@ -314,11 +321,8 @@ class Updates:
         waiting = [update for update in runtime.in_flight if not update.computed.done]
         if waiting:
             runtime.io.post(runtime.read_ahead.force)
-            try:
+            with self.consistency.applying():
                 self._wait_computed(waiting)
-            except BaseException as error:
-                self.consistency.lose_step(error)
-                raise
 
     def _wait_computed(self, updates: Iterable[GroupUpdate]) -> None:
         for update in updates:
@@ -326,29 +330,30 @@ class Updates:
 
     def _submit(self, groups: Sequence[FlatGroup]) -> None:
         """Start the updates of groups, whose gradients are final."""
-        self._runtime.io.post(self._runtime.pipeline.submit, self._make_updates(groups))
+        hypers = self._prepare(groups)
+        with self.consistency.applying():
+            self._runtime.io.post(self._runtime.pipeline.submit, self._make_updates(groups, hypers))
 
-    def _submit_pending(self) -> list[GroupUpdate]:
-        """Start the updates of every gradient there is, or defer them; returns those that are deferred."""
-        runtime, pending = self._runtime, self._runtime.sink.pending()
-        updates = self._make_updates(pending)
-        is_present = runtime.gatherer.is_gathered
-        later = [update for update in updates if self.is_deferred and not is_present(update.state.group)]
-        runtime.io.post(runtime.pipeline.submit, [update for update in updates if update not in later])
-        runtime.io.post(runtime.pipeline.defer, later)
-        return later
+    def _prepare(self, groups: Sequence[FlatGroup]) -> list[Sequence[Hyper | None]]:
+        """The settings of updates that are about to be made. What can be refused is refused here: nothing has changed.
 
-    def _make_updates(self, groups: Sequence[FlatGroup]) -> list[GroupUpdate]:
-        """Take the gradients of groups; with the settings of now, they are everything that their updates depend on."""
+        Returns:
+            By group, the hyperparameters of each slot; None where the slot is left alone.
+        """
         runtime, optimizer = self._runtime, self._optimizer
         if optimizer is None:
-            return []
+            return [[None] * len(group.layout.slots) for group in groups]
         self.refuse_edited(groups)
         runtime.before_overwrite()
         runtime.gatherer.drop_ahead(groups)
+        return [self._hypers_of(optimizer, group) for group in groups]
+
+    def _make_updates(
+        self, groups: Sequence[FlatGroup], settings: Sequence[Sequence[Hyper | None]]
+    ) -> list[GroupUpdate]:
+        """Take the gradients of groups; with the settings of now, they are everything that their updates depend on."""
+        runtime = self._runtime
         runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
-        # All of them first: one that is refused must not leave a gradient that nobody holds.
-        settings = [self._hypers_of(optimizer, group) for group in groups]
         updates = []
         for group, hypers in zip(groups, settings, strict=True):
             gradient = runtime.sink.take(group)

@@ -12,6 +12,7 @@ import infinity
 from infinity.observe.shortages import report_of
 from infinity.views import Views
 from tests.conftest import MakeEngine
+from tests.leaks import check_empty
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Frozen, Net, batch, build, loss_of
@@ -304,3 +305,17 @@ def test_kept_views_are_named_when_memory_runs_out(offload: MakeEngine) -> None:
     gc.collect()  # the frames of the exception
     train(model, infinity.AdamW(model.parameters()), 0)
     nothing_gathered(engine)
+
+
+def test_a_numpy_array_of_what_is_always_there_does_not_keep_the_engine_from_closing(offload: MakeEngine) -> None:
+    """numpy has nailed its memory down, which goes with the last that looks at it; everything else is given back."""
+    model = build(Net)
+    engine = offload(model, resident_threshold="8KiB")
+    resident = {slot.name for group in engine._runtime.resident_groups for slot in group.layout.slots}
+    assert "head.weight" in resident
+    with infinity.gathered(model.head):
+        array = model.head.weight.detach().numpy()
+    assert array.shape == model.head.weight.shape
+    del array
+    engine.close()
+    check_empty(engine)

@@ -240,3 +240,33 @@ def test_a_model_may_call_itself(offload: MakeEngine) -> None:
         return seen
 
     same(offload, Recursive, script, schedule="synchronous")
+
+
+class _Words(nn.Module):
+    """An embedding whose gradient is sparse, which is noticed when the backward is over, behind other gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32, sparse=True)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.embed(ids))
+        return found
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "deferred"])
+def test_a_backward_that_fails_at_its_very_end_counts_as_failed(offload: MakeEngine, schedule: str) -> None:
+    """A step would otherwise use the gradients that had arrived by then."""
+    model = build(_Words)
+    engine = offload(model, schedule=schedule)
+    optimizer = infinity.AdamW(model.parameters())
+    with pytest.raises(infinity.UnsupportedModelError, match="sparse"):
+        loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(infinity.IterationError, match="the last backward failed"):
+        optimizer.step()
+    optimizer.zero_grad()
+    nothing_gathered(engine)
+    with torch.no_grad():
+        loss_of(model, batch(0))
+    nothing_gathered(engine)

@@ -1,0 +1,185 @@
+"""Ctrl-C wherever the training thread waits or works: what can go on goes on, what is lost says so, nothing hangs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.ending import end_executor
+from storage.backends.base import Backend
+from storage.backends.faulty import Fault, FaultyBackend
+from storage.types import Op
+from tests.conftest import MakeEngine
+from tests.drives import wrap_drives
+from tests.leaks import check_empty, swap_folders
+from tests.mechanics.test_iterations import nothing_gathered, train
+from tests.zoo import Net, batch, build, loss_of
+
+_DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBackend]]:
+    """The backend of the engine made last."""
+    made: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        made.append(FaultyBackend(backend))
+        return made[-1]
+
+    wrap_drives(monkeypatch, wrap)
+    yield lambda: made[-1]
+
+
+def _interrupt_when(is_time: Callable[[], bool]) -> threading.Thread:
+    """Press Ctrl-C as soon as something is the case."""
+    main = threading.get_ident()
+
+    def watch() -> None:
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while not is_time() and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=watch, name="ctrl-c")
+    thread.start()
+    return thread
+
+
+class _Once:
+    """Raises KeyboardInterrupt at one of its calls, and does what it stands for at all others."""
+
+    def __init__(self, does: Callable[..., Any], at_call: int = 0) -> None:
+        self._does = does
+        self._left = at_call
+        self.has_raised = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._left and not self.has_raised:
+            self.has_raised = True
+            raise KeyboardInterrupt
+        self._left -= 1
+        return self._does(*args, **kwargs)
+
+
+def _make(offload: MakeEngine, schedule: str, **settings: Any) -> tuple[nn.Module, infinity.Engine, infinity.AdamW]:
+    model = build(Net)
+    engine = offload(model, schedule=schedule, host={"budget": "440KiB"}, **settings)
+    return model, engine, infinity.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_a_demand_that_was_interrupted_leaves_no_claim(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
+    """What it reads later would otherwise count as in use for ever, and the next gather would wait for that to end."""
+    model, engine, optimizer = _make(offload, "synchronous", nvme={"io_timeout_s": 3.0})
+    train(model, optimizer, 0)
+    engine.metrics()
+    io = engine._runtime.io
+    drive().inject(Fault.STUCK, op=Op.READ, times=None, when=lambda request: "/state" not in request.key)
+    watcher = _interrupt_when(lambda: bool(drive().stuck()))
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        loss_of(model, batch(1))  # what is read ahead for it, and never comes, fills the window
+    watcher.join()
+    waiting: list[bool] = []
+    watcher = _interrupt_when(lambda: bool(io._tasks) and not waiting.append(True))
+    with pytest.raises(KeyboardInterrupt), infinity.gathered(model.get_submodule("head")):
+        pytest.fail("it cannot be there")
+    watcher.join()
+    assert waiting
+    drive().clear()
+    drive().release_stuck()
+    with infinity.gathered(model.get_submodule("head")):
+        assert model.get_parameter("head.weight").isfinite().all()
+    train(model, optimizer, 1)
+    nothing_gathered(engine)
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "deferred"])
+def test_a_step_that_was_interrupted_while_it_took_gradients_is_lost(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Some parameters count as updated and others not: nobody may go on with that without being told."""
+    model, engine, optimizer = _make(offload, schedule)
+    train(model, optimizer, 0)
+    loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+    sink = engine._runtime.sink
+    monkeypatch.setattr(sink, "take", _Once(sink.take, at_call=2))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(infinity.IterationError, match="lost half-way"):
+        for number in (2, 3):
+            optimizer.zero_grad()
+            train(model, optimizer, number)
+
+
+def test_a_step_that_was_interrupted_before_the_device_has_its_values_is_lost(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is always on the device would compute with the values of before."""
+    model, engine, optimizer = _make(offload, "synchronous", resident_threshold="8KiB")
+    assert engine._runtime.resident_groups
+    train(model, optimizer, 0)
+    loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+    gatherer = engine._runtime.gatherer
+    monkeypatch.setattr(gatherer, "refresh", _Once(gatherer.refresh))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(infinity.IterationError, match="lost half-way"):
+        optimizer.zero_grad()
+        train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("at_call", [0, 3])
+def test_close_goes_on_where_it_was_interrupted(offload: MakeEngine, tmp_path: Path, at_call: int) -> None:
+    model, engine, optimizer = _make(offload, "overlapped")
+    train(model, optimizer, 0)
+    handle: Any = engine._runtime.hooks[-1 - at_call]
+    handle.remove = _Once(handle.remove)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    engine.close()
+    check_empty(engine)
+    assert not swap_folders(tmp_path)
+    assert not engine._runtime.hooks
+
+
+def test_a_message_that_was_interrupted_does_not_keep_later_ones_waiting() -> None:
+    from infinity.io_loop import IoLoop
+
+    io = IoLoop()
+    try:
+        wake = io.loop.call_soon_threadsafe
+        io.loop.call_soon_threadsafe = _Once(wake)  # type: ignore[method-assign]
+        seen: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            io.post(seen.append, 1)
+        arrived = threading.Event()
+        io.post(seen.append, 2)
+        io.post(arrived.set)
+        assert arrived.wait(_DEADLINE_S)
+        assert seen == [1, 2]
+    finally:
+        io.close()
+
+
+def test_an_executor_that_hangs_is_left_behind_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    release = threading.Event()
+    executor = ThreadPoolExecutor(1, thread_name_prefix="test-hangs")
+    work = executor.submit(release.wait, _DEADLINE_S)
+    end_executor(executor, "a commit", timeout_s=0.05)
+    assert "a commit has not ended within 0.05 s" in caplog.text
+    release.set()
+    assert work.result(_DEADLINE_S)
+    caplog.clear()
+    end_executor(executor, "a commit")
+    assert not caplog.text
