@@ -62,13 +62,16 @@ class ParameterAccess:
         runtime.land_updates()
         runtime.before_replacing()
         records = {r.chunk.start: r for r in runtime.states[group.index].records} if group.trainable else {}
-        runtime.gatherer.claim(group)
+        is_chunked = runtime.copies[group.index].is_chunked
+        if not is_chunked:
+            runtime.gatherer.claim(group)
         try:
             for span in group.shard_spans():
                 for chunk in group.layout.cut(runtime.placement.chunk_numel, span):
                     self._write_chunk(group, chunk, records.get(chunk.start))
         finally:
-            runtime.gatherer.unclaim(group)
+            if not is_chunked:
+                runtime.gatherer.unclaim(group)
 
     def _write_chunk(self, group: FlatGroup, chunk: Chunk, record: Record | None) -> None:
         """The master of a changed element becomes its new value in the dtype of the shard."""
@@ -76,11 +79,15 @@ class ParameterAccess:
         param_nbytes = chunk.numel * group.shard_dtype.itemsize
         has_rest = record is not None and record.is_initialised and self._runtime.kernel.completes_master
         state_nbytes = record.nbytes if record is not None and has_rest and record.lease is None else 0
-        with self._buffer(group, param_nbytes + state_nbytes) as lease:
+        old_nbytes = param_nbytes if copy.is_chunked else 0  # of no use any more when the state is read
+        with self._buffer(group, param_nbytes + max(state_nbytes, old_nbytes)) as lease:
             new = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=chunk.numel)
             with torch.no_grad():
                 new.copy_(group.flat.detach()[chunk.start : chunk.stop])
-            old = copy.tensor[group.in_shard(chunk)]
+            if copy.is_chunked:
+                old = self._read_stored(group, chunk, lease.memory[param_nbytes : 2 * param_nbytes])
+            else:
+                old = copy.tensor[group.in_shard(chunk)]
             changed = (_bits(old) != _bits(new)) & _payload(chunk)
             if not bool(changed.any()):
                 return
@@ -89,7 +96,17 @@ class ParameterAccess:
                 self._write(group.key, lease.memory[:param_nbytes], "param", offset)
             old.copy_(new)  # only now: a copy that counts as clean holds what the swap file holds
             if record is not None and has_rest:
-                self._edit_master(record, new, changed, lease.memory[param_nbytes:])
+                self._edit_master(record, new, changed, lease.memory[param_nbytes : param_nbytes + state_nbytes])
+
+    def _read_stored(self, group: FlatGroup, chunk: Chunk, memory: memoryview) -> torch.Tensor:
+        """What the swap file holds of a chunk of a shard."""
+        if self._runtime.store is None:
+            raise RuntimeError(f"{group.key} is chunked, but there are no swap files")
+        offset = group.in_shard(chunk).start * group.shard_dtype.itemsize
+        tag = self._tag("param")
+        read = self._runtime.store.submit_read(group.key, memory, offset=offset, priority=Priority.DEMAND, tag=tag)
+        self._runtime.stalls.wait(read, StallCause.NVME_READ)
+        return torch.frombuffer(memory, dtype=group.shard_dtype, count=chunk.numel)
 
     def _edit_master(self, record: Record, new: torch.Tensor, changed: torch.Tensor, buffer: memoryview) -> None:
         runtime = self._runtime

@@ -74,7 +74,7 @@ def adopt_changes(runtime: Runtime, updates: Updates, iteration: Iteration, acce
                 raise
     _hand_over(made.groups, origins)
     _leave_behind(runtime, made.groups)
-    made.step = made.sink.step = made.activations.step = made.read_ahead.step = runtime.step
+    made.step = made.sink.step = made.passage.step = made.activations.step = made.read_ahead.step = runtime.step
     return made
 
 

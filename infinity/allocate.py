@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.activations import Activations
 from infinity.checkpoint.saver import Saver
+from infinity.chunked_sink import ChunkedGradientSink
 from infinity.collectives import Collectives
 from infinity.config import Config, Precision, Schedule
 from infinity.demand import Request
@@ -37,6 +38,7 @@ from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState, create_records
 from infinity.order import AccessOrder
+from infinity.passage import Passage
 from infinity.placement import Placement, budget_for_all_gradients
 from infinity.rank_gradients import RankGradientSink
 from infinity.readahead import ReadAhead
@@ -157,9 +159,10 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     plan.device.traffic.watch(partial(_note_copy, made.trace))
     memory = DeviceMemory(plan.device, report)
     blocks = GradientBlocks(memory, stalls)
-    gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, read_ahead, made.io, stalls, lockstep)
+    passage = _passage(plan, made, stalls)
+    gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, read_ahead, made.io, passage, stalls, lockstep)
     memory.ask(blocks.free_first, gatherer.free_ahead)
-    sink = _sink(plan, made, blocks, stalls, in_flight, lockstep)
+    sink = _sink(plan, made, blocks, passage, stalls, in_flight, lockstep)
     if lockstep is not None and isinstance(sink, RankGradientSink):
         lockstep.serve(plan.groups, gatherer.lend, sink.join)
     return Runtime(
@@ -182,6 +185,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
         order=_expected_order(plan.units),
         read_ahead=read_ahead,
         pipeline=pipeline,
+        passage=passage,
         gatherer=gatherer,
         sink=sink,
         trace=made.trace,
@@ -204,6 +208,17 @@ def _activations(plan: Blueprint, made: _Resources, stalls: StallClock) -> Activ
         pool=made.pool,
         budget=made.budgets["activations"],
         store=made.store,
+        stalls=stalls,
+    )
+
+
+def _passage(plan: Blueprint, made: _Resources, stalls: StallClock) -> Passage:
+    return Passage(
+        store=made.store,
+        pool=made.pool,
+        budget=made.budgets["passage"],
+        chunk_numel=plan.placement.passage_numel,
+        device=plan.device,
         stalls=stalls,
     )
 
@@ -278,11 +293,16 @@ def _sink(
     plan: Blueprint,
     made: _Resources,
     blocks: GradientBlocks,
+    passage: Passage,
     stalls: StallClock,
     in_flight: list[GroupUpdate],
     lockstep: Lockstep | None,
 ) -> GradientSink:
-    make = GradientSink if lockstep is None else partial(RankGradientSink, lockstep=lockstep)
+    make: Callable[..., GradientSink] = GradientSink
+    if lockstep is not None:
+        make = partial(RankGradientSink, lockstep=lockstep)
+    elif plan.placement.chunked:
+        make = partial(ChunkedGradientSink, passage=passage, chunked=plan.placement.chunked)
     spill = GradientSpill(made.store, stalls, plan.placement.spilled_gradients, partial(_create_gradient, plan, made))
     sink = make(
         device=plan.device,
@@ -329,6 +349,7 @@ def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
         "gradients": TierBudget("gradients", placement.gradients_nbytes),
         "transit": TierBudget("gradient transit", placement.transit_nbytes),
         "pipeline": TierBudget("update pipeline", placement.pipeline_nbytes),
+        "passage": TierBudget("chunks in transit", placement.passage_nbytes),
         "activations": TierBudget("activations", plan.request.activations_nbytes),
         "device": plan.device.budget,
     }
@@ -341,6 +362,7 @@ def _copies(plan: Blueprint) -> list[HostCopy]:
         for group in plan.groups
     ]
     for copy in copies:
+        copy.is_chunked = copy.group.index in placement.chunked
         copy.keep_at_turn = copy.group.index in placement.keep_at_turn
         copy.keep_at_boundary = copy.group.index in placement.keep_at_boundary
     return copies

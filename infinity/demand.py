@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from infinity.config import Schedule
@@ -13,6 +14,7 @@ from infinity.optim.hyper import StateField, most_nbytes_per_element, payload_nb
 from storage.align import PAGE_NBYTES, align_down
 
 MIN_CHUNK_NUMEL = 4 * SHARD_ALIGN_NUMEL
+SMALLEST_CHUNKED_NUMEL = 4 * MIN_CHUNK_NUMEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,12 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a placement is made from."""
+    """What a placement is made from.
+
+    Attributes:
+        staging_nbytes: host bytes that giving the parameters their first values takes.
+        small_staging_nbytes: the same where large parameters get them in device memory; None where they cannot.
+    """
 
     units: Sequence[Unit]
     groups: Sequence[FlatGroup]
@@ -40,6 +47,7 @@ class Request:
     staging_nbytes: int
     activations_nbytes: int = 0  # host memory for inputs of units
     stored_activations_nbytes: int = 0  # the same in the swap files
+    small_staging_nbytes: int | None = None
     ranks_nbytes: int = 0  # on the device, for transfers between ranks
     is_durable: bool = False
 
@@ -57,23 +65,48 @@ class Sizes:
         }
         self.gradient: Mapping[int, int] = {g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups}
         self.uses: Mapping[int, int] = count_uses(request.units)
-        self.working_set = self._working_set(request)
-        self.largest_gradient = max(self.gradient.values(), default=0)
-        self.unit_gradients = [sum(self.gradient[g.index] for g in u.groups) for u in request.units]
         param_size = max((g.shard_dtype.itemsize for g in request.groups), default=4)
         # A chunk in transit holds its record, its parameters and, if spilled, its gradient.
         self.chunk_per_element = self.state_per_element + param_size + 4
+        self._groups_of_units = [u.groups for u in request.units]
+        # Under `overlapped` copies stay from backward to their update.
+        is_overlapped = request.schedule is Schedule.OVERLAPPED
+        self._updated_together = [groups for _, groups in held_together(request.units)] if is_overlapped else []
+        self._choose(frozenset())
 
-    def _working_set(self, request: Request) -> int:
-        """Most bytes of host copies in use at once. Under `overlapped` they stay from backward to their update."""
-        largest = max((self.shard[g.index] for g in self.streamed), default=0)
-        if request.schedule is Schedule.OVERLAPPED:
-            for _, groups in held_together(request.units):
-                streamed = [g for g in groups if g.index not in self.resident]
-                updated = sum(self.shard[g.index] for g in streamed if g.trainable)
-                passing = max((self.shard[g.index] for g in streamed if not g.trainable), default=0)
-                largest = max(largest, updated + passing)
+    def in_chunks(self, chunked: frozenset[int]) -> Sizes:
+        """The same where neither the shards nor the gradients of these groups are ever whole in host memory."""
+        sizes = copy(self)
+        sizes._choose(chunked)
+        return sizes
+
+    def _choose(self, chunked: frozenset[int]) -> None:
+        self.chunked = chunked
+        self.working_set = self._working_set()
+        self.held_gradient: Mapping[int, int] = {i: 0 if i in chunked else n for i, n in self.gradient.items()}
+        self.largest_gradient = max(self.held_gradient.values(), default=0)
+        self.unit_gradients = [sum(self.held_gradient[g.index] for g in groups) for groups in self._groups_of_units]
+
+    def _working_set(self) -> int:
+        """Most bytes of host copies in use at once."""
+        largest = max((self.shard[g.index] for g in self.streamed if g.index not in self.chunked), default=0)
+        for groups in self._updated_together:
+            streamed = [g for g in groups if g.index not in self.resident and g.index not in self.chunked]
+            updated = sum(self.shard[g.index] for g in streamed if g.trainable)
+            passing = max((self.shard[g.index] for g in streamed if not g.trainable), default=0)
+            largest = max(largest, updated + passing)
         return largest
+
+
+def chunkings(sizes: Sizes) -> Iterator[frozenset[int]]:
+    """Which groups may pass host memory in chunks: none, then the largest, and so on; groups of one size together.
+
+    Not what ranks share, whose spans are lent and averaged whole, nor what is hardly larger than the buffers.
+    """
+    able = [g for g in sizes.streamed if g.sharding.size == 1 and g.layout.numel > SMALLEST_CHUNKED_NUMEL]
+    yield frozenset()
+    for numel in sorted({g.layout.numel for g in able}, reverse=True):
+        yield frozenset(g.index for g in able if g.layout.numel >= numel)
 
 
 def completed_late(units: Sequence[Unit]) -> set[int]:

@@ -27,6 +27,7 @@ from infinity.lockstep import Lockstep
 from infinity.observe.shortages import hand_on_report
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.order import Phase
+from infinity.passage import Passage
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.torch_compat import increment_version, preserve_version_counter
@@ -68,6 +69,7 @@ class Gatherer:
         device: where flat buffers live; its budget is a ceiling.
         copies: host copies by group index.
         read_ahead, io: the scheduler and the loop it runs on.
+        passage: brings shards here that host memory does not hold whole.
         memory: of that device.
         lockstep: where other ranks hold parts of the shards; None with one rank.
     """
@@ -80,10 +82,12 @@ class Gatherer:
         copies: Sequence[HostCopy],
         read_ahead: ReadAhead,
         io: IoLoop,
+        passage: Passage,
         stalls: StallClock,
         lockstep: Lockstep | None = None,
     ) -> None:
         self._lockstep = lockstep
+        self._passage = passage
         self._device = device
         self._memory = memory
         self._copies = copies
@@ -201,15 +205,18 @@ class Gatherer:
         gathering = self._gatherings[group.index]
         if gathering.state is GatherState.RELEASED or gathering.block is None:
             return
-        copy = self.claim(group)
-        try:
-            fence = self._fill(gathering, gathering.block, copy)
-            self._finish(gathering)
-            self._stalls.wait_fence(fence, group.key)  # the update of the next step changes the host copy
-            increment_version(group.flat)  # a graph of before would be differentiated with the new values
-            self.accept_edits(group)
-        finally:
-            self.unclaim(group)
+        if self._copies[group.index].is_chunked:
+            self._fill_in_chunks(gathering, gathering.block)
+        else:
+            copy = self.claim(group)
+            try:
+                fence = self._fill(gathering, gathering.block, copy)
+                self._finish(gathering)
+                self._stalls.wait_fence(fence, group.key)  # the update of the next step changes the host copy
+            finally:
+                self.unclaim(group)
+        increment_version(group.flat)  # a graph of before would be differentiated with the new values
+        self.accept_edits(group)
 
     def lend(self, group: FlatGroup, wanting: Collection[int]) -> None:
         """Give other ranks, by member number, this rank's span of a group that it does not gather now itself."""
@@ -267,14 +274,14 @@ class Gatherer:
     # Parts -----------------------------------------------------------------------------------------------------
 
     def _start(self, gathering: _Gathering, phase: Phase) -> None:
-        self._upload(gathering, self.claim(gathering.group), phase)
+        if self._copies[gathering.group.index].is_chunked:
+            self._pass(gathering)
+        else:
+            self._upload(gathering, self.claim(gathering.group), phase)
 
     def claim(self, group: FlatGroup) -> HostCopy:
         """The host copy with its bytes there, claimed: waits for an update, a read ahead, or a demand read."""
-        copy = self._copies[group.index]
-        if not copy.update.done:
-            self._io.post(self._read_ahead.want, group.index)
-            self._stalls.wait(copy.update, StallCause.OPTIMIZER)
+        copy = self._updated_copy(group)
         if copy.claim():
             self.waits["ready" if copy.ticket.done or copy.state is not CopyState.READING else "in_flight"] += 1
         else:
@@ -298,6 +305,32 @@ class Gatherer:
         if demand.exception is None:
             with suppress(ClosedError):
                 self._io.post(self._read_ahead.consumed, group.index, Phase.FORWARD)
+
+    def _updated_copy(self, group: FlatGroup) -> HostCopy:
+        """The host copy, after the last update of the group."""
+        copy = self._copies[group.index]
+        if not copy.update.done:
+            self._io.post(self._read_ahead.want, group.index)
+            self._stalls.wait(copy.update, StallCause.OPTIMIZER)
+        return copy
+
+    def _pass(self, gathering: _Gathering) -> None:
+        """Bring a chunked group to the device. If that fails it is released."""
+        group = gathering.group
+        try:
+            gathering.block = self._allocate(group.flat_nbytes, group.key)
+            group.allocate_flat()
+            self._fill_in_chunks(gathering, gathering.block)
+        except BaseException:
+            self._let_go(gathering)
+            raise
+        self.waits["demand"] += 1
+        gathering.state = GatherState.UPLOADING
+
+    def _fill_in_chunks(self, gathering: _Gathering, block: DeviceBlock) -> None:
+        self._updated_copy(gathering.group).raise_lost_update()
+        with torch.no_grad(), preserve_version_counter(gathering.group.flat):
+            self._passage.fill(gathering.group, block)
 
     def _upload(self, gathering: _Gathering, copy: HostCopy, phase: Phase) -> None:
         """Start the upload of a claimed copy. If that fails the group is released and the claim given up."""

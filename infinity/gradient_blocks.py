@@ -60,6 +60,10 @@ class GradientBlocks:
         self.free_left()
         return self._memory.allocate(nbytes, owner)
 
+    def free(self, block: DeviceBlock) -> None:
+        """Give back a block of `allocate` or `take` that no copy uses. Idempotent."""
+        self._memory.free(block)
+
     def free_first(self) -> bool:
         """Wait until the gradient that leaves the device next has left it. False when none does."""
         if not self._leaving:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from infinity.gradients import GroupGradient
+from infinity.gradients import GroupGradient, largest_magnitude
 from infinity.groups import FlatGroup
 from infinity.optim.clip import parameter_norm
 
@@ -52,10 +52,13 @@ class MeasuredGradients(ABC):
             known = {s for s, parts in gradient.peaks.items() if len(parts) == 1 or not in_memory}
             missing = [s for s, there in enumerate(gradient.present) if there and s not in known]
             if missing:
-                with self.in_memory(gradient.group):
-                    gradient.peaks.update({slot: [self._peak(gradient.slot_view(slot))] for slot in missing})
+                self._look_for_peaks(gradient, missing)
         peaks = [peak for g in self._gradients.values() for parts in g.peaks.values() for peak in parts]
         return any(not bool(torch.isfinite(peak)) for peak in peaks)
+
+    def _look_for_peaks(self, gradient: GroupGradient, slots: Sequence[int]) -> None:
+        with self.in_memory(gradient.group):
+            gradient.peaks.update({slot: [self._peak(gradient.slot_view(slot))] for slot in slots})
 
     def norms(self, slots: Iterable[tuple[FlatGroup, int]]) -> list[torch.Tensor]:
         """The 2-norm of every given slot that has a gradient, in the given order."""
@@ -67,9 +70,13 @@ class MeasuredGradients(ABC):
         for group in {group.index: group for group, _ in wanted}.values():
             gradient = self._gradients[group.index]
             if not self._is_measured(gradient):
-                with self.in_memory(group):
-                    self._measure(gradient)
+                self._measure_waiting(gradient)
         return wanted
+
+    def _measure_waiting(self, gradient: GroupGradient) -> None:
+        """Measure what waits, wherever that is."""
+        with self.in_memory(gradient.group):
+            self._measure(gradient)
 
     def _is_measured(self, gradient: GroupGradient) -> bool:
         return all(slot in gradient.norms for slot, there in enumerate(gradient.present) if there)
@@ -79,19 +86,12 @@ class MeasuredGradients(ABC):
         slots: Sequence[bool] = gradient.present
         for slot, there in enumerate(slots):
             if there and slot not in gradient.norms:
-                gradient.norms[slot] = self._norm(gradient, slot)
+                gradient.norms[slot] = self._norm(gradient.slot_view(slot))
 
-    def _norm(self, gradient: GroupGradient, slot: int) -> torch.Tensor:
+    def _norm(self, grad: torch.Tensor) -> torch.Tensor:
         self.n_passes += 1
-        return parameter_norm(gradient.slot_view(slot))
+        return parameter_norm(grad)
 
     def _peak(self, grad: torch.Tensor) -> torch.Tensor:
         self.n_passes += 1
-        return _peak(grad)
-
-
-@torch.no_grad()
-def _peak(grad: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude, 0-dim, on the device of `grad`; NaN if there is one. No copy, and nothing waits."""
-    norm: torch.Tensor = torch.linalg.vector_norm(grad, float("inf")) if grad.numel() else torch.zeros(())
-    return norm
+        return largest_magnitude(grad)

@@ -135,7 +135,7 @@ class GradientSink(MeasuredGradients):
             if self.wants_peaks:
                 gradient.peaks.setdefault(number, []).append(self._peak(grad))
             elif self.wants_norms and is_final and self._is_last_backward and fence.done and not gradient.fences:
-                gradient.norms[number] = self._norm(gradient, number)  # while it is in fast memory
+                gradient.norms[number] = self._norm(gradient.slot_view(number))  # while it is in fast memory
         self._watch(gradient, fences)
 
     @property

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
+from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.shard_io import ShardIo
 from storage.types import Ticket, TrafficTag
@@ -65,6 +67,26 @@ class GradientSpill:
         )
         gradient.block = None
         gradient.is_spilled = True
+        self._watch(written, block)
+
+    def write_chunk(self, gradient: GroupGradient, chunk: Chunk, block: HostBlock, step: int) -> None:
+        """Submit the write of one chunk of a gradient, which leaves host memory when it has landed."""
+        store, group = self.store, gradient.group
+        if store is None:
+            raise RuntimeError(f"the gradient of {group.key} is chunked, but there are no swap files")
+        size = GRAD_DTYPE.itemsize
+        written = store.submit_write(
+            gradient_key(group),
+            block.memory,
+            offset=group.in_grad(chunk).start * size,
+            tag=TrafficTag("grad", step),
+            payload_nbytes=chunk.payload_numel * size,
+        )
+        gradient.is_spilled = True
+        self._watch(written, block)
+
+    def _watch(self, written: Ticket, block: HostBlock) -> None:
+        """Keep a write in mind, and give its memory back when it is over."""
         # Whoever waits for memory looks whether a write is under way. One whose bytes have landed still is, until it
         # has given its memory back.
         landed = Ticket(written.label)

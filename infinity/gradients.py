@@ -23,6 +23,13 @@ def gradient_key(group: FlatGroup) -> str:
     return f"{group.key}/grad"
 
 
+@torch.no_grad()
+def largest_magnitude(values: torch.Tensor) -> torch.Tensor:
+    """0-dim, on the device of `values`; NaN if there is one. No copy, and nothing waits."""
+    norm: torch.Tensor = torch.linalg.vector_norm(values, float("inf")) if values.numel() else torch.zeros(())
+    return norm
+
+
 class GroupGradient:
     """The gradient of one group, as far as it has arrived.
 
@@ -54,9 +61,11 @@ class GroupGradient:
         start = min(max(place.offset, span.start), span.stop)
         return self.tensor[start - span.start : max(min(place.stop, span.stop), start) - span.start]
 
-    def submit_read(self, chunk: Chunk, memory: memoryview, step: int) -> Ticket:
+    def submit_read(
+        self, chunk: Chunk, memory: memoryview, step: int, priority: Priority = Priority.READ_AHEAD
+    ) -> Ticket:
         """Read one chunk of a spilled gradient."""
-        return self._read(memory, self.group.in_grad(chunk).start, chunk.payload_numel, step, Priority.READ_AHEAD)
+        return self._read(memory, self.group.in_grad(chunk).start, chunk.payload_numel, step, priority)
 
     def submit_read_back(self, step: int, priority: Priority) -> Ticket:
         """Read the whole spilled gradient into its block."""

@@ -12,17 +12,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from infinity.config import Schedule
-from infinity.demand import Request, Sizes, Term, smallest_chunk_numel
+from infinity.demand import MIN_CHUNK_NUMEL, Request, Sizes, Term, chunkings, smallest_chunk_numel
+from infinity.gradients import GRAD_DTYPE
 from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.passage import DEPTH as PASSAGE_DEPTH
 from infinity.sizes import MIB, format_nbytes
 from storage.align import align_down
 
 _TARGET_CHUNK_NBYTES = 16 * MIB
+_TARGET_PASSAGE_NBYTES = 4 * MIB
 _PIPELINE_DEPTH = 3
 
 
+def divide_host(request: Request, sizes: Sizes) -> HostDivision:
+    """The division of the host budget in which as few groups as possible pass host memory in chunks; minimum only.
+
+    Where none fits in the budget it is the one that needs least.
+    """
+    divisions = [HostDivision(request, sizes.in_chunks(chunked)) for chunked in chunkings(sizes)]
+    for division in divisions:
+        division.smallest_nbytes = min(other.minimum_nbytes for other in divisions)
+        division.whole_nbytes = divisions[0].minimum_nbytes
+    fitting = (division for division in divisions if division.minimum_nbytes <= request.host_budget_nbytes)
+    return next(fitting, min(divisions, key=lambda division: division.minimum_nbytes))
+
+
 class HostDivision:
-    """Divides the host budget: minimum first, then the rest in the order of usefulness."""
+    """Divides the host budget: minimum first, then the rest in the order of usefulness.
+
+    Attributes:
+        minimum_nbytes: of this division.
+        smallest_nbytes: of the one that needs least.
+        whole_nbytes: of the one in which no group passes host memory in chunks.
+    """
 
     def __init__(self, request: Request, sizes: Sizes) -> None:
         self._request = request
@@ -33,18 +55,22 @@ class HostDivision:
         self.pinned_params = set(sizes.resident)
         self.pinned_states = set(sizes.resident)
         trainable = [g.index for g in sizes.streamed if g.trainable]
+        self.chunked = sizes.chunked
+        self.passage_numel = MIN_CHUNK_NUMEL
+        self.passage = self._passage_nbytes(MIN_CHUNK_NUMEL) if sizes.chunked else 0
         self.window = sizes.working_set
         if self.holds_gradients:
             self.spilled = set(trainable)
             self.gradients = sum(sizes.gradient[i] for i in sizes.resident)
-            self.transit = max((sizes.gradient[i] for i in trainable), default=0)
+            self.transit = max((sizes.held_gradient[i] for i in trainable), default=0)
         else:
-            self.spilled = set()
+            self.spilled = sizes.chunked & set(trainable)
             self.gradients = max(sizes.largest_gradient, sum(sizes.gradient[i] for i in sizes.resident))
             self.transit = 0
         self.pipeline = self._chunk_nbytes(self.chunk_numel) if trainable else 0
         self.window = max(self.window, self._missing_for_staging())
         self.minimum_nbytes = sum(term.nbytes for term in self.terms())
+        self.smallest_nbytes = self.whole_nbytes = self.minimum_nbytes
 
     def _smallest_chunk(self) -> int:
         largest = max((g.state_span.numel for g in self._sizes.streamed), default=SHARD_ALIGN_NUMEL)
@@ -53,9 +79,16 @@ class HostDivision:
     def _chunk_nbytes(self, numel: int) -> int:
         return numel * self._sizes.chunk_per_element
 
+    def _passage_nbytes(self, numel: int) -> int:
+        """Buffers of so many elements, in the widest dtype that passes."""
+        widest = max(GRAD_DTYPE.itemsize, *(g.shard_dtype.itemsize for g in self._request.groups))
+        return PASSAGE_DEPTH * numel * widest
+
     def _missing_for_staging(self) -> int:
         """What the window adds to the parts that, empty before the first step, stage the initial values."""
-        return max(self._request.staging_nbytes - self.gradients - self.transit - self.pipeline, 0)
+        others = self.gradients + self.transit + self.pipeline + self.passage
+        small_nbytes = self._request.small_staging_nbytes if self.chunked else None
+        return max((self._request.staging_nbytes if small_nbytes is None else small_nbytes) - others, 0)
 
     def _pinned_nbytes(self) -> int:
         shard, state = self._sizes.shard, self._sizes.state
@@ -69,6 +102,7 @@ class HostDivision:
         }.get(self._request.schedule, "gradients held until step()")
         chunk = format_nbytes(self._chunk_nbytes(self.chunk_numel))
         activations = Term("activations", self._request.activations_nbytes, "inputs of units, until their backward")
+        passage = Term("passage", self.passage, f"chunks of {len(self.chunked)} groups that are too large to lie here")
         terms = [
             Term("pinned", self._pinned_nbytes(), pinned),
             Term("window", self.window, "parameter shards read ahead, in use, or being updated"),
@@ -76,7 +110,7 @@ class HostDivision:
             Term("transit", self.transit, f"gradients to and from the swap file ({len(self.spilled)} groups spill)"),
             Term("pipeline", self.pipeline, f"optimizer chunks of {chunk} being read, computed and written"),
         ]
-        return [*terms, activations] if activations.nbytes else terms
+        return [*terms, *(term for term in (passage, activations) if term.nbytes)]
 
     def _left(self) -> int:
         return self._request.host_budget_nbytes - sum(term.nbytes for term in self.terms())
@@ -85,6 +119,7 @@ class HostDivision:
         """Spend what the minimum leaves: smooth flow first, then no spilling, then pinning by value, then window."""
         sizes = self._sizes
         self._deepen_pipeline()
+        self._lengthen_passage()
         self._grow("window", 2 * sizes.working_set)
         if self.holds_gradients:
             self._grow("transit", 2 * self.transit)
@@ -93,7 +128,7 @@ class HostDivision:
             self._grow("gradients", 2 * max(sizes.unit_gradients, default=0))
         self._grow("window", 4 * sizes.working_set)
         self._pin(self.pinned_params, sizes.shard, by_uses=True)
-        streamed = [g for g in sizes.streamed if g.index not in self.pinned_params]
+        streamed = [g for g in sizes.streamed if g.index not in self.pinned_params | self.chunked]
         if not streamed:
             self.window = self._missing_for_staging()  # nothing is read ahead any more
         self._pin(self.pinned_states, sizes.state)
@@ -101,7 +136,7 @@ class HostDivision:
         if not streamed:
             self.window = 0
         if not self.holds_gradients:  # some may have to wait for the end of backward; see GradientSpill
-            self._grow("gradients", sum(sizes.gradient.values()))
+            self._grow("gradients", sum(sizes.held_gradient.values()))
 
     def _deepen_pipeline(self) -> None:
         """Room for several chunks at a time, then for larger ones.
@@ -117,6 +152,16 @@ class HostDivision:
         self.pipeline = min(wanted, depth_nbytes * self._largest_chunk(), self.pipeline + spare)
         self.chunk_numel = max(self.chunk_numel, align_down(self.pipeline // depth_nbytes, SHARD_ALIGN_NUMEL))
 
+    def _lengthen_passage(self) -> None:
+        """Longer chunks of what passes host memory, at most a quarter of what is spare."""
+        if not self.chunked:
+            return
+        largest = max(g.layout.numel for g in self._request.groups if g.index in self.chunked)
+        per_element = self._passage_nbytes(1)
+        wanted = min(_TARGET_PASSAGE_NBYTES, largest * per_element, self.passage + max(self._left(), 0) // 4)
+        self.passage_numel = max(self.passage_numel, align_down(wanted // per_element, SHARD_ALIGN_NUMEL))
+        self.passage = self._passage_nbytes(self.passage_numel)
+
     def _largest_chunk(self) -> int:
         if self._request.chunk_nbytes is not None:
             return self.chunk_numel
@@ -130,14 +175,14 @@ class HostDivision:
 
     def _hold_gradients(self) -> None:
         """Keep as many gradients as fit in host memory; none in transit if all do."""
-        sizes = self._sizes
-        everything = sum(sizes.gradient[i] for i in self.spilled)
+        sizes, always_spilled = self._sizes, self.chunked & self.spilled
+        everything = sum(sizes.held_gradient[i] for i in self.spilled)
         if everything <= self._left() + self.transit:
             self.gradients += everything
-            self.spilled.clear()
+            self.spilled = set(always_spilled)
             self.transit = 0
             return
-        for index in sorted(self.spilled):
+        for index in sorted(self.spilled - always_spilled):
             if sizes.gradient[index] <= self._left():
                 self.gradients += sizes.gradient[index]
                 self.spilled.discard(index)
@@ -149,7 +194,8 @@ class HostDivision:
     def _pin(self, pinned: set[int], nbytes: Mapping[int, int], *, by_uses: bool = False) -> None:
         uses = self._sizes.uses
         for group in sorted(self._sizes.streamed, key=lambda g: -uses[g.index] if by_uses else 0):
-            if group.index not in pinned and 0 < nbytes[group.index] <= self._left():
+            is_here = group.index in pinned or (group.index in self.chunked and pinned is self.pinned_params)
+            if not is_here and 0 < nbytes[group.index] <= self._left():
                 pinned.add(group.index)
 
     def kept(self, *, from_end: bool) -> list[int]:
@@ -158,7 +204,7 @@ class HostDivision:
         room = self.window - self._sizes.working_set
         chosen: list[int] = []
         total = 0
-        streamed = [g for g in self._sizes.streamed if g.index not in self.pinned_params]
+        streamed = [g for g in self._sizes.streamed if g.index not in self.pinned_params | self.chunked]
         # A group that units share is kept from its last use on.
         streamed.sort(key=lambda g: (max(g.units) if from_end else min(g.units), g.index), reverse=from_end)
         for group in streamed:

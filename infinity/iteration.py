@@ -96,6 +96,7 @@ class Iteration:
         self._calls.begin_forward(trains=self._mode is Mode.TRAIN)
         self._repeats.begin()
         runtime.order.begin(self._mode)
+        runtime.passage.mode = self._mode
         trace, position = runtime.order.upcoming()
         runtime.io.post(runtime.read_ahead.begin, self._mode, trace, position)
 

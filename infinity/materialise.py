@@ -17,14 +17,14 @@ from torch import nn
 from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup, Unit
 from infinity.initialisers import InitFn, InitPlan, InitStep, plan_initialisation
-from infinity.placing import adopt, place, sources_of, write
+from infinity.layout import FlatSpan
+from infinity.placing import adopt, piece_numel, pieces_nbytes, place, sources_of, write, write_in_pieces
 from infinity.runtime import Runtime
+from infinity.staging import StagingMemory
 from infinity.weights.match import Match
 from infinity.weights.stream import read_into
-from storage.align import PAGE_NBYTES, align_down, align_up
-from storage.pool import HostPool
+from storage.align import PAGE_NBYTES, align_up
 
-_CONVERT_NBYTES = 1 << 20
 _CHECK_NUMEL = 1 << 20
 _UNTOUCHED = 0xFF
 _UNTOUCHED_INTEGER = 0x80
@@ -48,15 +48,24 @@ class FirstValues:
 
 
 def initialising_nbytes(
-    model: nn.Module, units: Sequence[Unit], groups: Sequence[FlatGroup], values: FirstValues
+    model: nn.Module,
+    units: Sequence[Unit],
+    groups: Sequence[FlatGroup],
+    values: FirstValues,
+    counts: Callable[[int], bool] = lambda nbytes: True,
 ) -> int:
-    """Host bytes that initialising these groups holds at most."""
+    """Bytes that initialising these groups holds at most.
+
+    Args:
+        counts: of a piece of memory, by its size, whether it counts.
+    """
     plan = plan_initialisation(model, values.init_fn)
     spans = _spans(plan, units, groups)
     sizes = [group.layout.numel * group.source_dtype.itemsize for group in groups]
+    sizes = [nbytes if counts(nbytes) else 0 for nbytes in sizes]
     peak = max((sum(n for (a, b), n in zip(spans, sizes, strict=True) if a <= at <= b) for at, _ in spans), default=0)
     needs = _Needs(plan, _owner_ids(groups), draws=values.match is None)
-    return peak + max((_scratch_nbytes(step) for step in plan.steps if needs.step(step)), default=0)
+    return peak + max((_scratch_nbytes(step, counts) for step in plan.steps if needs.step(step)), default=0)
 
 
 def _owner_ids(groups: Sequence[FlatGroup]) -> set[int]:
@@ -86,11 +95,10 @@ class _Needs:
         return any(id(module) in self.owned or _empty_buffers(module) for module in step.touches)
 
 
-def _scratch_nbytes(step: InitStep) -> int:
+def _scratch_nbytes(step: InitStep, counts: Callable[[int], bool]) -> int:
     """Pages for each of the parameters that are lent to the modules at most."""
-    return sum(
-        align_up(p.numel() * p.element_size(), PAGE_NBYTES) for m in step.touches for p in m.parameters(recurse=False)
-    )
+    sizes = [p.numel() * p.element_size() for m in step.touches for p in m.parameters(recurse=False)]
+    return sum(align_up(nbytes, PAGE_NBYTES) for nbytes in sizes if counts(nbytes))
 
 
 def _spans(plan: InitPlan, units: Sequence[Unit], groups: Sequence[FlatGroup]) -> list[tuple[int, int]]:
@@ -151,6 +159,7 @@ class _Materialiser:
         self._groups = groups
         self._values = values
         self._on_done = on_done
+        self._memory = StagingMemory(runtime)
         self._open: dict[int, _Staging] = {}
         self._is_tied_late = False
         # The generator's state before a module was made, by its id.
@@ -166,7 +175,7 @@ class _Materialiser:
         for number, step in enumerate(plan.steps):
             for group, (first, _) in zip(self._groups, spans, strict=True):
                 if first == number:
-                    self._open[group.index] = _Staging(self._runtime, group)
+                    self._open[group.index] = _Staging(self._runtime, self._memory, group)
             if needs.step(step):
                 self._draw(step) if step.is_drawn else self._initialise(step)
             for group, (_, last) in zip(self._groups, spans, strict=True):
@@ -176,7 +185,7 @@ class _Materialiser:
 
     def _draw(self, step: InitStep) -> None:
         self._drawn_from[id(step.module)] = torch.get_rng_state()
-        with scratch_parameters(self._runtime.pool, step.module):
+        with scratch_parameters(self._memory, step.module):
             step.run()
 
     def _initialise(self, step: InitStep) -> None:
@@ -185,7 +194,7 @@ class _Materialiser:
         with ExitStack() as stack:
             for module in step.touches:  # values that are in their place already are not overwritten
                 kept = {attribute for owner, attribute in staged if owner == id(module)}
-                stack.enter_context(scratch_parameters(self._runtime.pool, module, kept))
+                stack.enter_context(scratch_parameters(self._memory, module, kept))
             step.run()
             mine = {attribute: p for (owner, attribute), p in staged.items() if owner == id(step.module)}
             left = {attribute: p for attribute, p in mine.items() if is_untouched(p)}
@@ -201,7 +210,7 @@ class _Materialiser:
         present, before = torch.get_rng_state(), self._drawn_from.get(id(module))
         if before is not None:
             torch.set_rng_state(before)
-        with scratch_parameters(self._runtime.pool, module):
+        with scratch_parameters(self._memory, module):
             construct()
             for attribute, target in left.items():
                 made = module._parameters[attribute]
@@ -240,16 +249,15 @@ def is_untouched(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def scratch_parameters(pool: HostPool, module: nn.Module, kept: Collection[str] = ()) -> Iterator[None]:
+def scratch_parameters(source: StagingMemory, module: nn.Module, kept: Collection[str] = ()) -> Iterator[None]:
     """Let a module hold parameters whose values are thrown away afterwards, but for the attributes in `kept`."""
     real = {a: p for a, p in module._parameters.items() if p is not None and a not in kept}
     with ExitStack() as stack:
         for attribute, parameter in real.items():
             memory = torch.empty(0, dtype=parameter.dtype)
             if parameter.numel():
-                nbytes = parameter.numel() * parameter.dtype.itemsize
-                lease = stack.enter_context(pool.lease(nbytes, f"scratch for {attribute}"))
-                memory = torch.frombuffer(lease.memory, dtype=parameter.dtype, count=parameter.numel())
+                taken = source.take(parameter.numel(), parameter.dtype, f"scratch for {attribute}")
+                memory = stack.enter_context(taken).values
             module._parameters[attribute] = nn.Parameter(memory.view(parameter.shape), requires_grad=False)
         try:
             yield
@@ -260,11 +268,11 @@ def scratch_parameters(pool: HostPool, module: nn.Module, kept: Collection[str] 
 class _Staging:
     """Real memory for the parameters of one group while its modules initialise them."""
 
-    def __init__(self, runtime: Runtime, group: FlatGroup) -> None:
+    def __init__(self, runtime: Runtime, source: StagingMemory, group: FlatGroup) -> None:
         self._runtime = runtime
         self.group = group
-        self._lease = runtime.pool.lease(group.layout.numel * group.source_dtype.itemsize, f"staging of {group.key}")
-        self._flat = torch.frombuffer(self._lease.memory, dtype=group.source_dtype, count=group.layout.numel)
+        self._staged = source.take(group.layout.numel, group.source_dtype, f"staging of {group.key}")
+        self._flat = self._staged.values
         self.parameters: list[nn.Parameter] = []
         end = 0
         for slot, owners in zip(group.layout.slots, group.owners, strict=True):
@@ -292,7 +300,7 @@ class _Staging:
         """
         group, runtime = self.group, self._runtime
         copy = runtime.copies[group.index]
-        with self._lease:
+        with self._staged as staged:
             self._refuse_untouched(values)
             if values.match is not None:
                 read_into(runtime, values.match, group, sources_of(group))
@@ -304,10 +312,10 @@ class _Staging:
                 lease = runtime.pool.lease(group.shard_nbytes, group.key)
                 torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.layout.numel).copy_(self._flat)
                 place(runtime, group, lease)
-            elif group.shard_dtype is group.source_dtype:
-                write(runtime, group, self._lease.memory, 0, group.shard_payload_nbytes)
+            elif group.shard_dtype is group.source_dtype and staged.lease is not None:
+                write(runtime, group, staged.lease.memory, 0, group.shard_payload_nbytes)
             else:
-                self._convert()
+                write_in_pieces(runtime, group, piece_numel(group), self._convert)
             del self._flat
 
     def _refuse_untouched(self, values: FirstValues) -> None:
@@ -319,18 +327,12 @@ class _Staging:
                     "with a function that fills every parameter of the module that it is called with"
                 )
 
-    def _convert(self) -> None:
-        group, runtime = self.group, self._runtime
-        size = group.shard_dtype.itemsize
-        numel = min(align_down(_CONVERT_NBYTES // size, 4096), group.layout.numel)
-        with runtime.pool.lease(numel * size, f"conversion of {group.key}") as lease:
-            part = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=numel)
-            for chunk in group.layout.cut(numel):
-                part[: chunk.numel].copy_(self._flat[chunk.start : chunk.stop])
-                memory = lease.memory[: chunk.numel * size]
-                write(runtime, group, memory, chunk.start * size, chunk.payload_numel * size)
+    def _convert(self, start: int, into: torch.Tensor) -> int:
+        span = FlatSpan(start, start + into.numel())
+        into.copy_(self._flat[span.start : span.stop])
+        return self.group.layout.payload_in(span)
 
 
 def conversion_nbytes(groups: Sequence[FlatGroup]) -> int:
     """Host bytes for converting a staged group piece by piece."""
-    return max((min(g.shard_nbytes, _CONVERT_NBYTES) for g in groups if g.shard_dtype is not g.source_dtype), default=0)
+    return max((pieces_nbytes(g) for g in groups if g.shard_dtype is not g.source_dtype), default=0)

@@ -20,7 +20,7 @@ from infinity.config import Schedule
 from infinity.demand import Request, Sizes, Term, completed_late, held_together
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
-from infinity.host_division import HostDivision
+from infinity.host_division import divide_host
 from infinity.sizes import format_nbytes
 
 
@@ -32,6 +32,11 @@ class Placement:
         pinned_params, pinned_states: group indices whose shard or state is in host memory for good.
         spilled_gradients: group indices whose gradients wait for the update in the swap file.
         keep_at_turn, keep_at_boundary: groups whose copies stay from forward to backward, and from update to forward.
+        chunked: group indices whose shard and gradient pass host memory in chunks; see [Note: chunked groups].
+        passage_numel: elements of such a chunk.
+        host_minimum_nbytes: smallest host budget that works, with everything in chunks that can be.
+        host_whole_nbytes: smallest host budget with which nothing has to be.
+        stages_on_device: large parameters get their first values in device memory; see staging.py.
         is_durable: what is in host memory for good is written to the swap files too; see [Note: durable steps].
         uses: by group index, how often a forward, or a backward, gathers the group: more than once when units share it.
     """
@@ -44,18 +49,23 @@ class Placement:
     host_budget_nbytes: int
     device_budget_nbytes: int
     host_minimum_nbytes: int
+    host_whole_nbytes: int
     device_minimum_nbytes: int
     window_nbytes: int
     gradients_nbytes: int
     transit_nbytes: int
     pipeline_nbytes: int
+    passage_nbytes: int
+    passage_numel: int
     pinned_params: frozenset[int]
     pinned_states: frozenset[int]
     spilled_gradients: frozenset[int]
+    chunked: frozenset[int]
     keep_at_turn: frozenset[int]
     keep_at_boundary: frozenset[int]
     uses: Mapping[int, int]
     nvme_nbytes: int
+    stages_on_device: bool = False
     is_durable: bool = False
     notes: tuple[str, ...] = field(default=())
 
@@ -80,7 +90,7 @@ def make_placement(request: Request) -> Placement:
     """
     sizes = Sizes(request)
     device_terms, device_minimum = _device_terms(request, sizes)
-    host = HostDivision(request, sizes)
+    host = divide_host(request, sizes)
     problems = []
     if request.device_budget_nbytes < device_minimum:
         problems.append(_refusal("device", request.device_budget_nbytes, device_minimum, device_terms))
@@ -88,6 +98,12 @@ def make_placement(request: Request) -> Placement:
         problems.append(_refusal("host", request.host_budget_nbytes, host.minimum_nbytes, host.terms()))
     if problems:
         raise PlacementError("\n".join(problems))
+    if host.chunked:
+        host.notes.append(
+            f"{len(host.chunked)} groups are too large for the host budget: they are not read ahead, but pass host memory "
+            f"in chunks when they are used, and so do their gradients. A host budget of {host.whole_nbytes} bytes holds "
+            "any group whole"
+        )
     host.give_out()
     nvme_nbytes = host.nvme_nbytes()
     if request.nvme_budget_nbytes is not None and nvme_nbytes > request.nvme_budget_nbytes:
@@ -103,19 +119,24 @@ def make_placement(request: Request) -> Placement:
         device=tuple(device_terms),
         host_budget_nbytes=request.host_budget_nbytes,
         device_budget_nbytes=request.device_budget_nbytes,
-        host_minimum_nbytes=host.minimum_nbytes,
+        host_minimum_nbytes=host.smallest_nbytes,
+        host_whole_nbytes=host.whole_nbytes,
         device_minimum_nbytes=device_minimum,
         window_nbytes=host.window,
         gradients_nbytes=host.gradients,
         transit_nbytes=host.transit,
         pipeline_nbytes=host.pipeline,
+        passage_nbytes=host.passage,
+        passage_numel=host.passage_numel,
         pinned_params=frozenset(host.pinned_params),
         pinned_states=frozenset(host.pinned_states),
         spilled_gradients=frozenset(host.spilled),
+        chunked=frozenset(host.chunked),
         keep_at_turn=frozenset(host.kept(from_end=True)),
         keep_at_boundary=frozenset(host.kept(from_end=False)),
         uses=sizes.uses,
         nvme_nbytes=nvme_nbytes,
+        stages_on_device=bool(host.chunked) and request.small_staging_nbytes is not None,
         is_durable=request.is_durable,
         notes=tuple(host.notes),
     )

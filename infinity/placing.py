@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
+
 import torch
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
+from infinity.layout import SHARD_ALIGN_NUMEL, FlatSpan
 from infinity.observe.stalls import StallCause
 from infinity.rank_init import copy_span, share_shard
 from infinity.runtime import Runtime
+from infinity.sizes import MIB
+from storage.align import align_down
 from storage.pool import Lease
 from storage.types import Ticket, TrafficTag
 
 INIT_STEP = -1
+_PIECE_NBYTES = MIB
 
 
 def sources_of(group: FlatGroup) -> list[torch.Tensor]:
@@ -30,6 +37,18 @@ def sources_of(group: FlatGroup) -> list[torch.Tensor]:
 
 def adopt(runtime: Runtime, group: FlatGroup) -> None:
     """Copy the parameters that the modules hold into the shard, then let the model forget them."""
+    if runtime.lockstep is None and not runtime.copies[group.index].pinned:
+        sources = sources_of(group)
+
+        def fill(start: int, into: torch.Tensor) -> int:
+            span = FlatSpan(start, start + into.numel())
+            copy_span(group, sources, span, into)
+            return group.layout.payload_in(span)
+
+        write_in_pieces(runtime, group, piece_numel(group), fill)
+        group.take_over()
+        group.put_stand_ins()
+        return
     lease = _make_shard(runtime, group)
     group.take_over()
     group.put_stand_ins()
@@ -58,6 +77,46 @@ def place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
         return
     with lease:
         write(runtime, group, lease.memory, 0, group.shard_payload_nbytes)
+
+
+def pieces_nbytes(group: FlatGroup) -> int:
+    """Host bytes that writing a shard in pieces of `piece_numel` takes."""
+    return min(group.shard_nbytes, 2 * _PIECE_NBYTES)
+
+
+def piece_numel(group: FlatGroup) -> int:
+    """Elements of the pieces in which a shard is written: all of a small one."""
+    if group.shard_nbytes <= 2 * _PIECE_NBYTES:
+        return group.param_span.numel
+    return align_down(_PIECE_NBYTES // group.shard_dtype.itemsize, SHARD_ALIGN_NUMEL)
+
+
+def write_in_pieces(
+    runtime: Runtime, group: FlatGroup, numel: int, fill: Callable[[int, torch.Tensor], int]
+) -> None:
+    """Write a shard to the swap files; a piece is written while the next one is filled.
+
+    Args:
+        numel: elements of a piece.
+        fill: fills a 1-D tensor of the stored dtype with the elements of the shard from the given one on; returns how
+            many of them belong to parameters.
+    """
+    size, whole_numel = group.shard_dtype.itemsize, group.param_span.numel
+    with ExitStack() as stack:
+        count = 2 if whole_numel > numel else 1
+        pieces = [
+            stack.enter_context(runtime.pool.lease(numel * size, f"values of {group.key}")) for _ in range(count)
+        ]
+        writes = [Ticket.completed(group.key) for _ in pieces]
+        try:
+            for number, start in enumerate(range(0, whole_numel, numel)):
+                turn = number % count
+                runtime.stalls.wait(writes[turn], StallCause.NVME_WRITE)
+                memory = pieces[turn].memory[: min(numel, whole_numel - start) * size]
+                payload_numel = fill(start, torch.frombuffer(memory, dtype=group.shard_dtype))
+                writes[turn] = submit(runtime, group, memory, start * size, payload_numel * size)
+        finally:  # the memory is given back, so nothing may still be written from it
+            runtime.stalls.wait(Ticket.all_of(writes, group.key), StallCause.NVME_WRITE)
 
 
 def write(runtime: Runtime, group: FlatGroup, memory: memoryview, offset_nbytes: int, payload_nbytes: int) -> None:

@@ -145,7 +145,13 @@ class ReadAhead:
         self.advance()
 
     def defer(self, index: int, update: DeferredUpdate) -> None:
-        """An update waits until its group is used, or until `force`; see [Note: deferred updates]."""
+        """An update waits until its group is used, or until `force`; see [Note: deferred updates].
+
+        That of a chunked group, which no read into the window can serve, starts at once.
+        """
+        if self._copies[index].is_chunked:
+            update.start(is_forced=False)
+            return
         self._deferred[index] = update
         self._update_if_held(index)
 
@@ -219,7 +225,7 @@ class ReadAhead:
                 copy = self._copies[index]
                 if index in self._deferred and not self._try_update(index, Priority.READ_AHEAD):
                     return
-                if copy.pinned or (distance == 0 and index in self._consumed_here):
+                if copy.pinned or copy.is_chunked or (distance == 0 and index in self._consumed_here):
                     continue
                 before = used.get(index, self._current_phase() if copy.is_claimed else None)
                 used[index] = access.phase

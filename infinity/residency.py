@@ -51,6 +51,7 @@ class HostCopy:
         self.group = group
         self.pinned = pinned  # placed in host memory for good
         self.is_stored = not pinned if is_stored is None else is_stored  # whether the swap files hold the shard too
+        self.is_chunked = False  # passes host memory in chunks and is never here; see passage.py
         self.keep_at_turn = False
         self.keep_at_boundary = False
         self.is_updated_ahead = False  # its deferred update runs, or has run, in the window for the use that comes

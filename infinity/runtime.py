@@ -29,6 +29,7 @@ from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
+from infinity.passage import Passage
 from infinity.placement import Placement
 from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
@@ -74,6 +75,7 @@ class Runtime:
     order: AccessOrder
     read_ahead: ReadAhead
     pipeline: UpdatePipeline
+    passage: Passage
     gatherer: Gatherer
     sink: GradientSink
     trace: Trace

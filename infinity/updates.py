@@ -212,7 +212,7 @@ class Updates:
         runtime.io.post(runtime.pipeline.submit, [update for update in updates if update not in later])
         runtime.io.post(runtime.pipeline.defer, later)
         runtime.step += 1
-        runtime.sink.step = runtime.activations.step = runtime.step
+        runtime.sink.step = runtime.passage.step = runtime.activations.step = runtime.step
         runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
         try:
             self._wait_computed([update for update in runtime.in_flight if update not in later])

@@ -6,7 +6,7 @@ the sink; none of them is copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from infinity.checkpoint.format import GRADIENT, FileEntry, ParameterEntry, Piec
 from infinity.checkpoint.part_file import PartFileWriter
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.tensor_file import bytes_of
+from infinity.chunked_sink import ChunkedGradientSink
 from infinity.gradients import GRAD_DTYPE, GroupGradient
+from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.runtime import Runtime
 from infinity.updates import Updates
@@ -38,16 +40,28 @@ def save_gradients(
     parts = {group.layout.slots[slot].name: (GRAD_DTYPE, (span.numel,)) for group, slot, span in waiting}
     writer = PartFileWriter(folder / name, parts)
     for group in {group.index: group for group, _, _ in waiting}.values():
-        with runtime.sink.in_memory(group) as gradient:
-            for owner, slot, span in waiting:
-                if owner is group:
-                    place = group.layout.slots[slot]
-                    writer.write(place.name, bytes_of(_values(gradient, span)))
-                    piece = Piece(span.start - place.offset, span.numel, name, place.name, 0)
-                    entry = entries[place.name]
-                    pieces = (piece,) if span.numel else ()
-                    entries[place.name] = replace(entry, tensors={**entry.tensors, GRADIENT: pieces})
+        _write_group(runtime, writer, group, [(slot, span) for owner, slot, span in waiting if owner is group])
+    for group, slot, span in waiting:
+        place = group.layout.slots[slot]
+        piece = Piece(span.start - place.offset, span.numel, name, place.name, 0)
+        entry = entries[place.name]
+        pieces = (piece,) if span.numel else ()
+        entries[place.name] = replace(entry, tensors={**entry.tensors, GRADIENT: pieces})
     return entries, {name: writer.finish()}
+
+
+def _write_group(
+    runtime: Runtime, writer: PartFileWriter, group: FlatGroup, slots: Sequence[tuple[int, FlatSpan]]
+) -> None:
+    sink = runtime.sink
+    if isinstance(sink, ChunkedGradientSink) and sink.is_chunked(group):
+        for slot, _ in slots:
+            with sink.whole(group, slot) as values:
+                writer.write(group.layout.slots[slot].name, bytes_of(values))
+        return
+    with sink.in_memory(group) as gradient:
+        for slot, span in slots:
+            writer.write(group.layout.slots[slot].name, bytes_of(_values(gradient, span)))
 
 
 def load_gradients(runtime: Runtime, updates: Updates, checkpoint: CheckpointReader) -> None:

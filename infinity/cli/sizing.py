@@ -79,7 +79,7 @@ def minima_of(shape: GptShape, config: Config) -> Minima:
         device.close()
     shards_nbytes = sum(group.layout.payload_numel * group.shard_dtype.itemsize for group in groups)
     state_nbytes = shards_nbytes + sum(payload_nbytes(kernel.fields, group.layout.payload_numel) for group in groups)
-    return Minima(placement.device_minimum_nbytes, placement.host_minimum_nbytes, state_nbytes)
+    return Minima(placement.device_minimum_nbytes, placement.host_whole_nbytes, state_nbytes)
 
 
 def comfortable_budgets(minima: Minima) -> tuple[int, int]:

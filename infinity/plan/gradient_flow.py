@@ -11,6 +11,7 @@ from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import AdamWHyper
 from infinity.plan.device_memory import DeviceMemory
 from infinity.plan.machinery import Machinery
+from infinity.plan.passage_flow import PassageFlow
 from infinity.plan.scenario import Scenario
 from infinity.plan.thread_time import ThreadTime
 from storage.types import Priority, Ticket, TrafficTag
@@ -21,8 +22,11 @@ _HYPER = AdamWHyper(1e-3, 0.9, 0.999, 1e-8, 0.0)
 class GradientFlow:
     """What the gradient sink of an engine does, as coroutines of the training thread. `step` counts optimizer steps."""
 
-    def __init__(self, scenario: Scenario, machinery: Machinery, device: DeviceMemory, time: ThreadTime) -> None:
+    def __init__(
+        self, scenario: Scenario, machinery: Machinery, device: DeviceMemory, passage: PassageFlow, time: ThreadTime
+    ) -> None:
         self._scenario = scenario
+        self._passage = passage
         self._machinery = machinery
         self._device = device
         self._time = time
@@ -38,7 +42,8 @@ class GradientFlow:
         gradient = self._gradients.get(group.index)
         transit, nbytes = self._machinery.transit, gradient_nbytes(group)
         is_away = gradient is not None and gradient.is_spilled and gradient.block is None
-        if gradient is not None and is_away and transit.free_nbytes >= 2 * nbytes:
+        is_chunked = group.index in self._scenario.placement.chunked
+        if gradient is not None and is_away and not is_chunked and transit.free_nbytes >= 2 * nbytes:
             reservation = transit.try_reserve(nbytes, gradient_key(group))
             if reservation is not None:
                 gradient.block = HostBlock.take(self._machinery.pool, reservation, gradient_key(group))
@@ -48,6 +53,9 @@ class GradientFlow:
         """A backward has made it."""
         machinery = self._machinery
         await self._time.spend(self._scenario.speeds.dispatch_s, "engine")
+        if group.index in self._scenario.placement.chunked:
+            await self._take_down_in_chunks(group)
+            return
         gradient = await self._open(group)
         fence = machinery.completed
         if self._scenario.speeds.is_async:
@@ -62,6 +70,14 @@ class GradientFlow:
                 await fence
             self._spill(gradient)
         elif self._scenario.is_overlapped:
+            self._machinery.pipeline.submit([self._make_update(group)])
+
+    async def _take_down_in_chunks(self, group: FlatGroup) -> None:
+        gradient = self._gradients.setdefault(group.index, GroupGradient(group, self._machinery.store))
+        self._spills += await self._passage.take_down(gradient, self.step)
+        self._device.retire(group.index, self._machinery.completed)
+        gradient.present[:] = [True] * len(gradient.present)
+        if self._scenario.is_overlapped:
             self._machinery.pipeline.submit([self._make_update(group)])
 
     async def _open(self, group: FlatGroup) -> GroupGradient:

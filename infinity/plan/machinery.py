@@ -88,6 +88,7 @@ class Machinery:
         self.window = TierBudget("window", placement.window_nbytes)
         self.gradients = TierBudget("gradients", placement.gradients_nbytes)
         self.transit = TierBudget("transit", placement.transit_nbytes)
+        self.passage = TierBudget("passage", placement.passage_nbytes)
         self._pipeline_budget = TierBudget("pipeline", placement.pipeline_nbytes)
         self.device = TierBudget("device", placement.device_budget_nbytes)
         self.h2d = Link(loop, speeds.h2d_bytes_per_s)
@@ -134,6 +135,7 @@ class Machinery:
 
     def _copy(self, group: FlatGroup, placement: Placement) -> HostCopy:
         copy = HostCopy(group, pinned=group.index in placement.pinned_params)
+        copy.is_chunked = group.index in placement.chunked
         copy.keep_at_turn = group.index in placement.keep_at_turn
         copy.keep_at_boundary = group.index in placement.keep_at_boundary
         if copy.pinned:
@@ -177,7 +179,7 @@ class Machinery:
 
     @property
     def budgets(self) -> list[TierBudget]:
-        return [self.window, self.gradients, self.transit, self._pipeline_budget, self.device]
+        return [self.window, self.gradients, self.transit, self.passage, self._pipeline_budget, self.device]
 
     def busy_s(self) -> dict[str, float]:
         """Seconds every resource has worked so far."""

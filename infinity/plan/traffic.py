@@ -84,8 +84,9 @@ def expected_step_traffic(
             forward = micro_batches * uses - at_boundary * (micro_batches - is_first)
             backward = micro_batches * (uses - (group.index in placement.keep_at_turn))
             # An update that follows its backward at once finds the bytes, one that is deferred is followed by the
-            # forward that uses the same read; others find what was kept.
-            update = int(group.trainable and not at_boundary and (synchronous or (overlapped and uses > 1)))
+            # forward that uses the same read; others find what was kept. What passes in chunks is nowhere to be found.
+            is_away = synchronous or (overlapped and uses > 1) or group.index in placement.chunked
+            update = int(group.trainable and not at_boundary and is_away)
             reads, writes = forward + backward + update, int(group.trainable)
             if group.param_span == group.state_span:
                 traffic.param.add(group, group.param_span, size, reads=reads, writes=writes)

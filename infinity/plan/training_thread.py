@@ -10,6 +10,7 @@ from infinity.order import Access, Mode, Phase
 from infinity.plan.device_memory import DeviceMemory
 from infinity.plan.gradient_flow import GradientFlow
 from infinity.plan.machinery import Machinery
+from infinity.plan.passage_flow import PassageFlow
 from infinity.plan.scenario import Scenario
 from infinity.plan.thread_time import ThreadTime
 from infinity.plan.timeline import Span
@@ -27,7 +28,8 @@ class TrainingThread:
         self._streamed = scenario.streamed
         self._resident = [unit for unit in scenario.units if unit.resident]
         self._device = DeviceMemory(self.machinery.device, self.time)
-        self._gradients = GradientFlow(scenario, self.machinery, self._device, self.time)
+        self._passage = PassageFlow(scenario, self.machinery, self.time)
+        self._gradients = GradientFlow(scenario, self.machinery, self._device, self._passage, self.time)
         self._busy_before: dict[str, float] = {}
 
     # One step --------------------------------------------------------------------------------------------------
@@ -116,6 +118,10 @@ class TrainingThread:
         copy = machinery.copies[group.index]
         machinery.read_ahead.want(group.index)
         await self.time.wait(copy.update, StallCause.OPTIMIZER)
+        if copy.is_chunked:
+            self._device.gathered[group.index] = await self._device.allocate(group, group.key)
+            await self._passage.fill(group, machinery.read_ahead.step)
+            return machinery.completed
         if not copy.claim():
             with self.time.stalled(StallCause.NVME_READ):
                 await machinery.read_ahead.demand(group.index)

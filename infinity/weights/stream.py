@@ -7,19 +7,16 @@ tensor. A rank reads only what lies in its own shard.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import nn
 
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
-from infinity.observe.stalls import StallCause
-from infinity.placing import submit
+from infinity.placing import write_in_pieces
 from infinity.runtime import Runtime
 from infinity.weights.match import Match, places_of
 from storage.pool import HostPool, Lease
-from storage.types import Ticket
 
 _PIECE_NUMEL = 512 * 1024
 _WIDEST = 8  # bytes of an element in a file
@@ -56,21 +53,10 @@ def stream_into_memory(runtime: Runtime, match: Match, group: FlatGroup, shard: 
 
 def stream_into_store(runtime: Runtime, match: Match, group: FlatGroup) -> None:
     """Write a shard to the swap files; a piece is written while the next one is read."""
-    size, numel = group.shard_dtype.itemsize, _piece_numel(group)
-    with ExitStack() as stack:
-        pieces = [stack.enter_context(_lease(runtime.pool, group, numel * size)) for _ in range(2)]
-        scratch = torch.frombuffer(stack.enter_context(_lease(runtime.pool, group, numel * _WIDEST)).memory, dtype=_U8)
-        writes = [Ticket.completed(group.key) for _ in pieces]
-        try:
-            for number, start in enumerate(range(0, group.param_span.numel, numel)):
-                turn = number % len(pieces)
-                runtime.stalls.wait(writes[turn], StallCause.NVME_WRITE)
-                count = min(numel, group.param_span.numel - start)
-                memory = pieces[turn].memory[: count * size]
-                payload = _fill(match, group, start, torch.frombuffer(memory, dtype=group.shard_dtype), scratch)
-                writes[turn] = submit(runtime, group, memory, start * size, payload * size)
-        finally:  # the memory is given back, so nothing may still be written from it
-            runtime.stalls.wait(Ticket.all_of(writes, group.key), StallCause.NVME_WRITE)
+    numel = _piece_numel(group)
+    with _lease(runtime.pool, group, numel * _WIDEST) as lease:
+        scratch = torch.frombuffer(lease.memory, dtype=_U8)
+        write_in_pieces(runtime, group, numel, lambda start, into: _fill(match, group, start, into, scratch))
 
 
 def read_into(runtime: Runtime, match: Match, group: FlatGroup, parameters: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import resource
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.conftest import MakeEngine, small_config
 from tests.drives import wrap_drives
 from tests.leaks import swap_folders
 from tests.mechanics.test_iterations import nothing_gathered, train
-from tests.parity.loops import gathered_parameters
+from tests.parity.loops import gathered_parameters, smallest_budget
 from tests.zoo import Net, batch, build, loss_of
 
 TIGHT = {"budget": "440KiB"}
@@ -56,16 +57,16 @@ def _make(offload: MakeEngine, schedule: str, **settings: Any) -> tuple[nn.Modul
     return model, engine, infinity.AdamW(model.parameters(), lr=1e-2)
 
 
-def _plain(numbers: list[int]) -> dict[str, torch.Tensor]:
-    model = build(Net)
+def _plain(numbers: list[int], make: Callable[[], nn.Module] = Net) -> dict[str, torch.Tensor]:
+    model = build(make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for number in numbers:
         train(model, optimizer, number)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _assert_trained(model: nn.Module, numbers: list[int]) -> None:
-    expected = _plain(numbers)
+def _assert_trained(model: nn.Module, numbers: list[int], make: Callable[[], nn.Module] = Net) -> None:
+    expected = _plain(numbers, make)
     for name, parameter in gathered_parameters(model).items():
         assert torch.equal(parameter, expected[name]), name
 
@@ -180,6 +181,31 @@ def test_error_of_a_spilled_gradient(offload: MakeEngine, drive: Callable[[], Fa
     optimizer.zero_grad()
     train(model, optimizer, 2)
     _assert_trained(model, [0, 2])
+
+
+@pytest.mark.parametrize(("part", "op"), [("/grad", Op.WRITE), ("/grad", Op.READ), ("embed/float32", Op.READ)])
+def test_error_in_a_chunk(offload: MakeEngine, drive: Callable[[], FaultyBackend], part: str, op: Op) -> None:
+    """Where a group passes host memory in chunks: the iteration is lost, no buffer is, and what follows is right."""
+    make = partial(Net, blocks=2, vocab=5000)
+    minimum = smallest_budget(offload, "host", build(make), schedule="synchronous")
+    model = build(make)
+    engine = offload(model, schedule="synchronous", host={"budget": minimum})
+    assert engine.plan.placement.chunked
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0)
+    engine.metrics()
+    is_meant = _is(part) if part == "/grad" else lambda request: request.key == part
+    drive().inject(Fault.IO_ERROR, op=op, when=is_meant, times=None)
+    with pytest.raises(IoError, match=part):
+        for _ in range(2):
+            loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    drive().clear()
+    optimizer.zero_grad()
+    assert engine._runtime.budgets["passage"].used_nbytes == 0
+    train(model, optimizer, 2)
+    _assert_trained(model, [0, 2], make)
+    nothing_gathered(engine)
 
 
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])

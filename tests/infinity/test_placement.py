@@ -50,9 +50,16 @@ def request_of(model: nn.Module, precision: Precision = Precision.FP32, **change
 
 
 def minima(request: Request) -> tuple[int, int]:
-    """The smallest host and device budgets, as a plan with plenty tells them."""
+    """The smallest host budget that holds every group whole, and the smallest device budget."""
     plan = make_placement(replace(request, host_budget_nbytes=PLENTY, device_budget_nbytes=PLENTY))
-    return plan.host_minimum_nbytes, plan.device_minimum_nbytes
+    return plan.host_whole_nbytes, plan.device_minimum_nbytes
+
+
+def smallest_host_nbytes(request: Request) -> int:
+    """The smallest host budget that works, as a plan with plenty tells it."""
+    plan = make_placement(replace(request, host_budget_nbytes=PLENTY, device_budget_nbytes=PLENTY))
+    assert plan.host_minimum_nbytes <= plan.host_whole_nbytes
+    return plan.host_minimum_nbytes
 
 
 class Stack(nn.Module):
@@ -169,7 +176,7 @@ def test_every_part_lets_a_step_make_progress(request: Request, data: st.DataObj
 @settings(deadline=None, max_examples=25)
 @given(requests())
 def test_the_smallest_host_budget_is_exact(request: Request) -> None:
-    smallest, _ = minima(request)
+    smallest = smallest_host_nbytes(request)
     plan = plan_at(request, smallest)
     assert plan.host_minimum_nbytes == smallest == sum(term.nbytes for term in plan.host)
     with pytest.raises(PlacementError, match=rf"smallest host budget that works \({smallest} bytes\)") as caught:
@@ -267,6 +274,42 @@ def test_spilling_is_told(schedule: Schedule) -> None:
         assert "schedule='overlapped'" in plan.notes[0]
     else:
         assert plan.notes == ()
+
+
+# In chunks --------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests(), st.data())
+def test_chunked_groups_are_the_largest_and_no_more_than_needed(request: Request, data: st.DataObject) -> None:
+    least, (whole, _) = smallest_host_nbytes(request), minima(request)
+    plan = plan_at(request, data.draw(st.integers(least, whole + 100_000)))
+    assert sum(term.nbytes for term in plan.host) <= plan.host_budget_nbytes
+    assert bool(plan.chunked) == (plan.host_budget_nbytes < whole)
+    sizes = [group.layout.numel for group in request.groups]
+    resident = {group.index for unit in request.units if unit.resident for group in unit.groups}
+    if plan.chunked:
+        smallest = min(sizes[index] for index in plan.chunked)
+        assert plan.chunked == {index for index, numel in enumerate(sizes) if numel >= smallest} - resident
+        assert plan.passage_nbytes >= 2 * plan.passage_numel * 4
+        assert str(plan.host_whole_nbytes) in plan.notes[0]
+    kept_whole = [g for g in request.groups if g.index not in plan.chunked | plan.pinned_params]
+    assert plan.window_nbytes >= max((group.shard_nbytes for group in kept_whole), default=0)
+    assert not plan.chunked & (plan.pinned_params | plan.keep_at_turn | plan.keep_at_boundary)
+    assert {index for index in plan.chunked if request.groups[index].trainable} <= plan.spilled_gradients
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_the_smallest_budget_does_not_depend_on_the_largest_parameter(
+    schedule: Schedule, precision: Precision
+) -> None:
+    found = []
+    for rows in (10_000, 1_000_000):
+        model = nn.Sequential(nn.Embedding(rows, 64, device="meta"), nn.Linear(64, 64, device="meta"))
+        request = request_of(model, precision, schedule=schedule, staging_nbytes=0)
+        found.append(smallest_host_nbytes(request))
+    assert found[0] == found[1] < 1_000_000 * 64 * 2 / 100
 
 
 # Device -----------------------------------------------------------------------------------------------------------

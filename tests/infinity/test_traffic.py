@@ -77,9 +77,9 @@ def base(precision: Precision, frozen_blocks: int = 0) -> Request:
 
 
 def case(precision: Precision, schedule: Schedule, more_nbytes: int = 0, frozen_blocks: int = 0) -> Case:
-    """With the smallest host budget that works and `more_nbytes`."""
+    """With the smallest host budget that holds every group whole and `more_nbytes`."""
     request = replace(base(precision, frozen_blocks), schedule=schedule)
-    smallest = make_placement(request).host_minimum_nbytes
+    smallest = make_placement(request).host_whole_nbytes
     request = replace(request, host_budget_nbytes=smallest + more_nbytes)
     return Case(request, make_placement(request))
 
@@ -205,7 +205,7 @@ def case_of(model: nn.Module, schedule: Schedule, more_nbytes: int = 0) -> Case:
     specs = partition(model, resident_threshold_nbytes=0)
     groups, units = make_groups(specs, Precision.FP32, kernel, CpuDevice(PLENTY))
     request = replace(base(Precision.FP32), units=units, groups=groups, fields=kernel.fields, schedule=schedule)
-    smallest = make_placement(request).host_minimum_nbytes
+    smallest = make_placement(request).host_whole_nbytes
     request = replace(request, host_budget_nbytes=smallest + more_nbytes)
     return Case(request, make_placement(request))
 

@@ -25,9 +25,10 @@ def make_scenario(
     time: UnitTime = TIME,
     speeds: Speeds = SPEEDS,
     micro_batches: int = 1,
+    in_chunks: bool = False,
 ) -> Scenario:
-    """A scenario with the smallest host budget and `spare_nbytes` more; every unit computes for `time`."""
-    request, placement = plan(shapes, schedule, spare_nbytes)
+    """A scenario with a small host budget (see `plan`) and `spare_nbytes` more; every unit computes for `time`."""
+    request, placement = plan(shapes, schedule, spare_nbytes, in_chunks=in_chunks)
     return Scenario(
         units=request.units,
         groups=request.groups,

@@ -98,6 +98,30 @@ def test_several_ranks_gather_what_they_upload() -> None:
     assert simulate(together).step_s >= gather_s
 
 
+LARGE = [UnitShape((30,)), *EIGHT[:3], UnitShape((-40,)), UnitShape((30, 2))]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("spare_pages", [0, 3, 30])
+def test_chunked_groups_move_what_the_closed_forms_say(schedule: Schedule, spare_pages: int, is_async: bool) -> None:
+    scenario = make_scenario(
+        LARGE,
+        schedule=schedule,
+        spare_nbytes=spare_pages * PAGE_NBYTES,
+        speeds=replace(SPEEDS, is_async=is_async),
+        micro_batches=1 if schedule is Schedule.OVERLAPPED else 2,
+        in_chunks=True,
+    )
+    placement = scenario.placement
+    assert placement.chunked
+    result = simulate(scenario)
+    assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(scenario))
+    assert 0 < result.peaks["passage"] <= placement.passage_nbytes
+    assert result.peaks["window"] <= placement.window_nbytes
+    assert result.end_s >= len(result.steps_s) * max(lower_bounds(scenario).values()) * (1 - 1e-6)
+
+
 # Properties -----------------------------------------------------------------------------------------------------------
 
 

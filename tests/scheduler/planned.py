@@ -101,8 +101,14 @@ def build(shapes: Sequence[UnitShape]) -> tuple[list[Unit], list[FlatGroup]]:
     return units, groups
 
 
-def plan(shapes: Sequence[UnitShape], schedule: Schedule, spare_nbytes: int) -> tuple[Request, Placement]:
-    """A placement with the smallest host budget and `spare_nbytes` more."""
+def plan(
+    shapes: Sequence[UnitShape], schedule: Schedule, spare_nbytes: int, *, in_chunks: bool = False
+) -> tuple[Request, Placement]:
+    """A placement with the smallest host budget that holds every group whole, and `spare_nbytes` more.
+
+    Args:
+        in_chunks: with the smallest host budget that works, and so much more.
+    """
     units, groups = build(shapes)
 
     def request(host_budget_nbytes: int) -> Request:
@@ -119,7 +125,8 @@ def plan(shapes: Sequence[UnitShape], schedule: Schedule, spare_nbytes: int) -> 
             staging_nbytes=0,
         )
 
-    smallest = make_placement(request(PLENTY)).host_minimum_nbytes
+    plenty = make_placement(request(PLENTY))
+    smallest = plenty.host_minimum_nbytes if in_chunks else plenty.host_whole_nbytes
     return (chosen := request(smallest + spare_nbytes)), make_placement(chosen)
 
 

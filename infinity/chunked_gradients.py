@@ -1,0 +1,192 @@
+"""Gradients of chunked groups: they leave the device chunk by chunk, and wait in the swap file; see passage.py.
+
+What a gradient is measured by (norm, overflow) is that of the whole one. The device has room for it, so it is measured
+there: when it arrives, or, when several backwards add up, after the sum has been put back over what arrived. A norm that
+is asked for only later brings the gradient to the device once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from infinity.devices.base import Device, DeviceBlock
+from infinity.gradient_blocks import GradientBlocks
+from infinity.gradient_spill import GradientSpill
+from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, largest_magnitude
+from infinity.host_block import HostBlock
+from infinity.layout import Chunk, ChunkPiece
+from infinity.observe.stalls import StallCause, StallClock
+from infinity.passage import Passage, release_after
+from storage.types import Priority, Ticket
+
+_Use = Callable[[Chunk, torch.Tensor], None]
+
+
+class ChunkedGradients:
+    """Moves them. Used by the gradient sink, on the training thread.
+
+    Args:
+        passage: the host memory they pass.
+        spill: watches the writes.
+        blocks: device memory to measure them in.
+    """
+
+    def __init__(
+        self, passage: Passage, spill: GradientSpill, blocks: GradientBlocks, device: Device, stalls: StallClock
+    ) -> None:
+        self._passage = passage
+        self._spill = spill
+        self._blocks = blocks
+        self._device = device
+        self._stalls = stalls
+
+    def add(
+        self,
+        gradient: GroupGradient,
+        block: DeviceBlock,
+        arrived: Mapping[int, torch.Tensor],
+        step: int,
+        *,
+        puts_sums_back: bool,
+        wants_peaks: bool,
+    ) -> dict[int, torch.Tensor]:
+        """Take gradients down to the swap file, adding to what waits there.
+
+        Args:
+            block: device memory of the group's flat gradient.
+            arrived: by slot, the gradient on the device, 1-D.
+            puts_sums_back: what is in the swap file afterwards is also to be in `arrived`, which are fp32 then.
+
+        Returns:
+            With `wants_peaks`, by slot, the largest magnitude of what is in the swap file afterwards (0-dim, in host
+            memory), NaN if there is one.
+        """
+        group = gradient.group
+        peaks: dict[int, torch.Tensor] = {}
+        for chunk in self._chunks(gradient):
+            pieces = [piece for piece in chunk.pieces if piece.slot in arrived]
+            if not pieces:
+                continue
+            with self._changing(gradient, chunk, step) as values:
+                for piece in pieces:
+                    place = group.layout.slots[piece.slot]
+                    first = _first_in_slot(gradient, chunk, piece)
+                    part = arrived[piece.slot][first : first + piece.stop - piece.start]
+                    on_host = values[piece.start : piece.stop]
+                    offset_nbytes = (place.offset + first) * group.compute_dtype.itemsize
+                    is_sum = gradient.present[piece.slot]
+                    fence = self._device.download(
+                        block, part, on_host, place.name, accumulate=is_sum, offset_nbytes=offset_nbytes
+                    )
+                    self._stalls.wait_fence(fence, place.name)
+                    if is_sum and puts_sums_back:
+                        label = f"grad {place.name}"
+                        fence = self._device.upload(block, on_host, part, label, offset_nbytes=offset_nbytes)
+                        self._stalls.wait_fence(fence, place.name)
+                    if wants_peaks:
+                        _raise_peak(peaks, piece.slot, on_host)
+        return peaks
+
+    def put(self, gradient: GroupGradient, slot: int, value: torch.Tensor, step: int) -> None:
+        """Make `value` (1-D, on any device) the gradient of one slot."""
+        for chunk in self._chunks(gradient, slot):
+            with self._changing(gradient, chunk, step) as values:
+                for piece in _of_slot(chunk, slot):
+                    first = _first_in_slot(gradient, chunk, piece)
+                    values[piece.start : piece.stop].copy_(value[first : first + piece.stop - piece.start])
+
+    def peak(self, gradient: GroupGradient, slot: int, step: int) -> torch.Tensor:
+        """The largest magnitude of the gradient of one slot (0-dim, in host memory), NaN if there is one."""
+        peaks: dict[int, torch.Tensor] = {slot: torch.zeros(())}
+
+        def look(chunk: Chunk, values: torch.Tensor) -> None:
+            for piece in _of_slot(chunk, slot):
+                _raise_peak(peaks, slot, values[piece.start : piece.stop])
+
+        self._read(gradient, slot, step, look)
+        return peaks[slot]
+
+    @contextmanager
+    def on_device(self, gradient: GroupGradient, slot: int, step: int) -> Iterator[torch.Tensor]:
+        """The whole gradient of one slot on the device for the length of a block, 1-D and fp32.
+
+        Raises:
+            DeviceOutOfMemoryError: there is no room for it beside what is gathered.
+        """
+        place = gradient.group.layout.slots[slot]
+        block = self._blocks.allocate(place.numel * GRAD_DTYPE.itemsize, f"whole {gradient_key(gradient.group)}")
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                whole = torch.empty(place.numel, dtype=GRAD_DTYPE, device=self._device.torch_device)
+
+            def upload(chunk: Chunk, values: torch.Tensor) -> None:
+                for piece in _of_slot(chunk, slot):
+                    first = _first_in_slot(gradient, chunk, piece)
+                    part = whole[first : first + piece.stop - piece.start]
+                    fence = self._device.upload(
+                        block,
+                        values[piece.start : piece.stop],
+                        part,
+                        f"grad {place.name}",
+                        offset_nbytes=first * GRAD_DTYPE.itemsize,
+                    )
+                    self._stalls.wait_fence(fence, place.name)
+
+            self._read(gradient, slot, step, upload)
+            yield whole
+        finally:
+            self._blocks.free(block)
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _chunks(self, gradient: GroupGradient, slot: int | None = None) -> Iterator[Chunk]:
+        """The chunks of a gradient, or those that hold a part of one slot."""
+        group = gradient.group
+        for chunk in group.layout.cut(self._passage.chunk_numel, group.grad_span):
+            if slot is None or any(_of_slot(chunk, slot)):
+                yield chunk
+
+    def _read(self, gradient: GroupGradient, slot: int, step: int, use: _Use) -> None:
+        def read(chunk: Chunk, memory: memoryview) -> Ticket:
+            return gradient.submit_read(chunk, memory, step, Priority.DEMAND)
+
+        self._passage.read_each(self._chunks(gradient, slot), GRAD_DTYPE, read, use, StallCause.GRADIENT_READ)
+
+    @contextmanager
+    def _changing(self, gradient: GroupGradient, chunk: Chunk, step: int) -> Iterator[torch.Tensor]:
+        """A chunk in host memory; its write is submitted at the end of the block.
+
+        It is read before where it holds something of a gradient that is there.
+        """
+        buffer = self._passage.take(chunk.numel * GRAD_DTYPE.itemsize, gradient_key(gradient.group))
+        read = Ticket.completed()
+        try:
+            if any(gradient.present[piece.slot] for piece in chunk.pieces):
+                read = gradient.submit_read(chunk, buffer.memory, step, Priority.DEMAND)
+                self._stalls.wait(read, StallCause.GRADIENT_READ)
+            yield _values(buffer, chunk)
+            self._spill.write_chunk(gradient, chunk, buffer, step)
+        except BaseException:
+            release_after(buffer, read)
+            raise
+
+
+def _values(buffer: HostBlock, chunk: Chunk) -> torch.Tensor:
+    return torch.frombuffer(buffer.memory, dtype=GRAD_DTYPE, count=chunk.numel)
+
+
+def _of_slot(chunk: Chunk, slot: int) -> Iterator[ChunkPiece]:
+    return (piece for piece in chunk.pieces if piece.slot == slot)
+
+
+def _first_in_slot(gradient: GroupGradient, chunk: Chunk, piece: ChunkPiece) -> int:
+    """Which element of its slot a piece begins with."""
+    return chunk.start + piece.start - gradient.group.layout.slots[piece.slot].offset
+
+
+def _raise_peak(peaks: dict[int, torch.Tensor], slot: int, values: torch.Tensor) -> None:
+    here = largest_magnitude(values)
+    peaks[slot] = torch.maximum(peaks[slot], here) if slot in peaks else here

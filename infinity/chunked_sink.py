@@ -1,0 +1,116 @@
+"""The gradient sink of an engine with chunked groups, whose gradients host memory never holds whole; see passage.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from infinity.chunked_gradients import ChunkedGradients
+from infinity.gradient_sink import GradientSink
+from infinity.gradients import GRAD_DTYPE, GroupGradient
+from infinity.groups import FlatGroup
+from infinity.passage import Passage
+from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
+
+
+class ChunkedGradientSink(GradientSink):
+    """Other parts as in `GradientSink`, to which the gradients of all other groups are left.
+
+    Args:
+        passage: the host memory that gradients pass.
+        chunked: indices of the groups.
+    """
+
+    def __init__(self, *, passage: Passage, chunked: frozenset[int], **parts: Any) -> None:
+        super().__init__(**parts)
+        self._chunked = chunked
+        self._chunks = ChunkedGradients(passage, self._spill, self._blocks, self._device, self._stalls)
+
+    # Backward --------------------------------------------------------------------------------------------------
+
+    def expect(self, group: FlatGroup) -> None:
+        if group.index in self._chunked:
+            self._blocks.reserve(group)
+        else:
+            super().expect(group)
+
+    def _take_down(
+        self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
+    ) -> None:
+        if group.index not in self._chunked:
+            super()._take_down(group, arrived, is_final=is_final)
+            return
+        gradient = self._open(group)
+        grads: dict[int, torch.Tensor] = {}
+        for number, parameter in arrived:
+            if (grad := fresh_grad(parameter)) is not None:
+                grads[number] = grad.detach().reshape(-1)
+            set_fresh_grad(parameter, None)
+        is_exact = all(grad.dtype is GRAD_DTYPE for grad in grads.values())
+        is_measured = self.wants_norms and not self.wants_peaks and is_final and self._is_last_backward and is_exact
+        block = self._blocks.take(group)
+        try:
+            peaks = self._chunks.add(
+                gradient, block, grads, self.step, puts_sums_back=is_measured, wants_peaks=self.wants_peaks
+            )
+            norms = {slot: self._norm(grad).cpu() for slot, grad in grads.items()} if is_measured else {}
+            grads.clear()
+        finally:
+            self._blocks.free(block)
+        self.n_passes += len(peaks)
+        for slot, _ in arrived:
+            gradient.present[slot] = True
+            for known in (gradient.norms, gradient.peaks):
+                known.pop(slot, None)
+        gradient.norms |= norms
+        gradient.peaks |= {slot: [peak] for slot, peak in peaks.items()}
+
+    def _open(self, group: FlatGroup) -> GroupGradient:
+        if group.index not in self._chunked:
+            return super()._open(group)
+        return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
+
+    # Step ------------------------------------------------------------------------------------------------------
+
+    def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
+        if group.index not in self._chunked:
+            super().put(group, slot, value)
+            return
+        gradient = self._open(group)
+        gradient.present[slot] = False  # what it was is not added to
+        gradient.norms.pop(slot, None)
+        self._chunks.put(gradient, slot, value.reshape(-1), self.step)
+        gradient.peaks[slot] = [self._peak(value)]
+        gradient.present[slot] = True
+
+    def _look_for_peaks(self, gradient: GroupGradient, slots: Sequence[int]) -> None:
+        if gradient.group.index not in self._chunked:
+            super()._look_for_peaks(gradient, slots)
+            return
+        self.n_passes += len(slots)
+        gradient.peaks.update({slot: [self._chunks.peak(gradient, slot, self.step)] for slot in slots})
+
+    def _measure_waiting(self, gradient: GroupGradient) -> None:
+        if gradient.group.index not in self._chunked:
+            super()._measure_waiting(gradient)
+            return
+        for slot, there in enumerate(gradient.present):
+            if there and slot not in gradient.norms:
+                with self._chunks.on_device(gradient, slot, self.step) as whole:
+                    gradient.norms[slot] = self._norm(whole).cpu()
+
+    def is_chunked(self, group: FlatGroup) -> bool:
+        """Whether the gradient of a group is never in host memory as a whole."""
+        return group.index in self._chunked
+
+    @contextmanager
+    def whole(self, group: FlatGroup, slot: int) -> Iterator[torch.Tensor]:
+        """The gradient of one parameter of a chunked group in one piece, flat, fp32, for the length of a block.
+
+        It takes the device memory that measuring it takes, and where that is not host memory a copy beside it.
+        """
+        with self._chunks.on_device(self._gradients[group.index], slot, self.step) as whole:
+            yield whole.cpu()
