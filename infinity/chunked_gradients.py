@@ -1,8 +1,8 @@
 """Gradients of chunked groups: they leave the device chunk by chunk, and wait in the swap file; see passage.py.
 
-What a gradient is measured by (norm, overflow) is that of the whole one. The device has room for it, so it is measured
-there: when it arrives, or, when several backwards add up, after the sum has been put back over what arrived. A norm that
-is asked for only later brings the gradient to the device once more.
+The norm has to be that of the whole gradient. The device has room for it, so it is measured there: when it arrives, or,
+when several backwards add up, after the sum has been put back over what arrived. A norm that is asked for only later
+brings the gradient to the device once more.
 """
 
 from __future__ import annotations

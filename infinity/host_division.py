@@ -64,7 +64,7 @@ class HostDivision:
             self.gradients = sum(sizes.gradient[i] for i in sizes.resident)
             self.transit = max((sizes.held_gradient[i] for i in trainable), default=0)
         else:
-            self.spilled = sizes.chunked & set(trainable)
+            self.spilled = set(sizes.chunked & set(trainable))
             self.gradients = max(sizes.largest_gradient, sum(sizes.gradient[i] for i in sizes.resident))
             self.transit = 0
         self.pipeline = self._chunk_nbytes(self.chunk_numel) if trainable else 0

@@ -23,7 +23,7 @@ from infinity.materialise import (
     initialising_nbytes,
     materialise,
 )
-from infinity.placing import adopt, pieces_nbytes, place, sources_of
+from infinity.placing import PIECE_NBYTES, SMALL_PIECE_NBYTES, adopt, pieces_nbytes, place, sources_of
 from infinity.rank_init import check_same_model, share_buffers
 from infinity.runtime import Runtime
 from infinity.staging import can_stage, is_large
@@ -61,30 +61,37 @@ def staging_nbytes(
     units: Sequence[Unit],
     groups: Sequence[FlatGroup],
     values: FirstValues | None = None,
-    counts: Callable[[int], bool] = lambda nbytes: True,
 ) -> int:
-    """Host bytes that initialisation holds at most beside the shards placed in host memory.
-
-    Args:
-        counts: of memory in which a group or a parameter is initialised, by its size, whether it is the host's.
-    """
-    values = values or FirstValues()
-    streamed = [group for group in groups if is_streamed(values.match, group)]
-    others = [group for group in groups if group not in streamed]
-    reading = scratch_nbytes(others) if values.match is not None else 0
-    return max(stream_nbytes(streamed), reading + _filling_nbytes(model, units, others, values, counts))
+    """Host bytes that initialisation holds at most beside the shards placed in host memory."""
+    return _staging_nbytes(model, units, groups, values or FirstValues(), PIECE_NBYTES, lambda nbytes: True)
 
 
 def small_staging_nbytes(
-    model: nn.Module, units: Sequence[Unit], groups: Sequence[FlatGroup], values: FirstValues, device: Device
+    model: nn.Module, units: Sequence[Unit], groups: Sequence[FlatGroup], values: FirstValues | None, device: Device
 ) -> int | None:
     """The same where what is large is initialised in device memory; None where that cannot be. See staging.py."""
+    values = values or FirstValues()
     others = [group for group in groups if not is_streamed(values.match, group)]
     empty = [group for group in others if _is_meta(group)]
     on_device = initialising_nbytes(model, units, empty, values, is_large)
     if on_device and (not can_stage(device) or on_device > device.budget.limit_nbytes):
         return None
-    return staging_nbytes(model, units, groups, values, lambda nbytes: not is_large(nbytes))
+    return _staging_nbytes(model, units, groups, values, SMALL_PIECE_NBYTES, lambda nbytes: not is_large(nbytes))
+
+
+def _staging_nbytes(
+    model: nn.Module,
+    units: Sequence[Unit],
+    groups: Sequence[FlatGroup],
+    values: FirstValues,
+    piece_nbytes: int,
+    counts: Callable[[int], bool],
+) -> int:
+    """`counts`: of memory in which a group or a parameter is initialised, by its size, whether it is the host's."""
+    streamed = [group for group in groups if is_streamed(values.match, group)]
+    others = [group for group in groups if group not in streamed]
+    reading = scratch_nbytes(others) if values.match is not None else 0
+    return max(stream_nbytes(streamed), reading + _filling_nbytes(model, units, others, values, piece_nbytes, counts))
 
 
 def _filling_nbytes(
@@ -92,15 +99,17 @@ def _filling_nbytes(
     units: Sequence[Unit],
     groups: Sequence[FlatGroup],
     values: FirstValues,
+    piece_nbytes: int,
     counts: Callable[[int], bool],
 ) -> int:
     shared = 2 * max((group.shard_nbytes for group in groups if group.sharding.size > 1), default=0)
     empty = [group for group in groups if _is_meta(group)]
     initialising = initialising_nbytes(model, units, empty, values, counts)
-    copied = max((pieces_nbytes(group) for group in groups if group not in empty), default=0)
+    copied = max((pieces_nbytes(group, piece_nbytes) for group in groups if group not in empty), default=0)
     if empty:
         in_pieces = [g for g in empty if not counts(g.layout.numel * g.source_dtype.itemsize)]
-        writing = max(conversion_nbytes(empty), max(map(pieces_nbytes, in_pieces), default=0))
+        converting = conversion_nbytes(empty, piece_nbytes)
+        writing = max(converting, *(pieces_nbytes(group, piece_nbytes) for group in in_pieces), 0)
         return max(initialising + max(shared, writing), copied)
     return max(initialising, shared, copied)
 

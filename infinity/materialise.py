@@ -315,7 +315,7 @@ class _Staging:
             elif group.shard_dtype is group.source_dtype and staged.lease is not None:
                 write(runtime, group, staged.lease.memory, 0, group.shard_payload_nbytes)
             else:
-                write_in_pieces(runtime, group, piece_numel(group), self._convert)
+                write_in_pieces(runtime, group, piece_numel(runtime, group), self._convert)
             del self._flat
 
     def _refuse_untouched(self, values: FirstValues) -> None:
@@ -333,6 +333,6 @@ class _Staging:
         return self.group.layout.payload_in(span)
 
 
-def conversion_nbytes(groups: Sequence[FlatGroup]) -> int:
+def conversion_nbytes(groups: Sequence[FlatGroup], piece_nbytes: int) -> int:
     """Host bytes for converting a staged group piece by piece."""
-    return max((pieces_nbytes(g) for g in groups if g.shard_dtype is not g.source_dtype), default=0)
+    return max((pieces_nbytes(g, piece_nbytes) for g in groups if g.shard_dtype is not g.source_dtype), default=0)

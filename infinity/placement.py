@@ -100,9 +100,9 @@ def make_placement(request: Request) -> Placement:
         raise PlacementError("\n".join(problems))
     if host.chunked:
         host.notes.append(
-            f"{len(host.chunked)} groups are too large for the host budget: they are not read ahead, but pass host memory "
-            f"in chunks when they are used, and so do their gradients. A host budget of {host.whole_nbytes} bytes holds "
-            "any group whole"
+            f"{len(host.chunked)} groups are too large for the host budget: they are not read ahead, but pass host "
+            "memory in chunks when they are used, and so do their gradients. A host budget of "
+            f"{host.whole_nbytes} bytes holds any group whole"
         )
     host.give_out()
     nvme_nbytes = host.nvme_nbytes()

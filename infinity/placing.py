@@ -20,7 +20,8 @@ from storage.pool import Lease
 from storage.types import Ticket, TrafficTag
 
 INIT_STEP = -1
-_PIECE_NBYTES = MIB
+PIECE_NBYTES = MIB
+SMALL_PIECE_NBYTES = MIB // 8  # where host memory is so short that groups are chunked
 
 
 def sources_of(group: FlatGroup) -> list[torch.Tensor]:
@@ -45,7 +46,7 @@ def adopt(runtime: Runtime, group: FlatGroup) -> None:
             copy_span(group, sources, span, into)
             return group.layout.payload_in(span)
 
-        write_in_pieces(runtime, group, piece_numel(group), fill)
+        write_in_pieces(runtime, group, piece_numel(runtime, group), fill)
         group.take_over()
         group.put_stand_ins()
         return
@@ -79,16 +80,17 @@ def place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
         write(runtime, group, lease.memory, 0, group.shard_payload_nbytes)
 
 
-def pieces_nbytes(group: FlatGroup) -> int:
-    """Host bytes that writing a shard in pieces of `piece_numel` takes."""
-    return min(group.shard_nbytes, 2 * _PIECE_NBYTES)
+def pieces_nbytes(group: FlatGroup, piece_nbytes: int) -> int:
+    """Host bytes that writing a shard in two pieces at a time takes, or all of a small one."""
+    return min(group.shard_nbytes, 2 * piece_nbytes)
 
 
-def piece_numel(group: FlatGroup) -> int:
+def piece_numel(runtime: Runtime, group: FlatGroup) -> int:
     """Elements of the pieces in which a shard is written: all of a small one."""
-    if group.shard_nbytes <= 2 * _PIECE_NBYTES:
+    piece_nbytes = SMALL_PIECE_NBYTES if runtime.placement.chunked else PIECE_NBYTES
+    if group.shard_nbytes <= 2 * piece_nbytes:
         return group.param_span.numel
-    return align_down(_PIECE_NBYTES // group.shard_dtype.itemsize, SHARD_ALIGN_NUMEL)
+    return align_down(piece_nbytes // group.shard_dtype.itemsize, SHARD_ALIGN_NUMEL)
 
 
 def write_in_pieces(

@@ -167,10 +167,9 @@ def test_edits_are_written_back_chunk_by_chunk(offload: MakeEngine, precision: s
             optimizer.zero_grad()
             with infinity.gathered(model.embed), torch.no_grad():  # type: ignore[arg-type]
                 model.embed.weight[17:4000:7].mul_(0.5)  # type: ignore[index,operator,union-attr]
-            written = engine.traffic.total["nvme_write_bytes/param_edit"]
-            assert 0 < written
         results.append(gathered_parameters(model))
     assert engine.plan.placement.chunked
+    assert engine.traffic.total["nvme_write_bytes/param_edit"] > 0
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
@@ -248,5 +247,5 @@ def test_what_fits_is_not_chunked(offload: MakeEngine) -> None:
     assert not exact.placement.chunked
     less = offload(build(make_large), host={"budget": whole.host_whole_nbytes - 1}, **settings).plan
     assert len(less.placement.chunked) == 2
-    assert f"A host budget of {whole.host_whole_nbytes} bytes holds" in less.table()
+    assert f"A host budget of {whole.host_whole_nbytes} bytes holds" in less.describe()
 
