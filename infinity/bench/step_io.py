@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from storage.align import PAGE_NBYTES, align_up
@@ -20,6 +21,14 @@ _LEAST_TRANSFERS = 32  # of a small step
 _MOST_KEYS = 256  # 2 GiB: beyond the caches that drives have
 _DEPTH = 8
 _TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds that the transfers of a step took, and the processor seconds in them: checksums, system calls, Python."""
+
+    elapsed_s: float
+    cpu_s: float
 
 
 class StepTraffic:
@@ -51,11 +60,11 @@ class StepTraffic:
             self.close()
             raise
 
-    def measure(self) -> float:
-        """Seconds for the reads and writes of one step, evenly mixed and a few at a time."""
-        started_s = time.perf_counter()
+    def measure(self) -> StepCost:
+        """The reads and writes of one step, evenly mixed and a few at a time."""
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
         self._run(_mixed(self._counts[Op.READ], self._counts[Op.WRITE]))
-        return time.perf_counter() - started_s
+        return StepCost(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
 
     def close(self) -> None:
         """Give the files back. Idempotent."""

@@ -2,8 +2,8 @@
 
 The bound of a step is what its slowest resource needs alone: the plain model's forward and backward in memory, the
 drives for the step's bytes, the optimizer's kernel for its elements. They are measured in turns with the steps, so that
-a machine that gets slower is slower for all of them. On a CPU, computing and the optimizer share the cores, so what
-they need together is a bound too.
+a machine that gets slower is slower for all of them. On a CPU, computing, the optimizer and what drives cost the
+processors (checksums, system calls) share the cores, so what they need together, spread over all cores, is a bound too.
 """
 
 from __future__ import annotations
@@ -116,17 +116,19 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
             drives = StepTraffic(directories, _storage_options(config.nvme), read_nbytes, write_nbytes)
             stack.callback(drives.close)
         plain = _Plain(settings, batches) if compares_plain else None
+        transfers_cpu_s: list[float] = []
         for _ in range(rounds):
             steps.measure(result)
             if drives is not None:
                 engine.metrics()  # nothing of the run is under way while the drives are measured
-                result.alone_s.setdefault("nvme", []).append(drives.measure())
+                cost = drives.measure()
+                result.alone_s.setdefault("nvme", []).append(cost.elapsed_s)
+                transfers_cpu_s.append(cost.cpu_s)
             if plain is not None:
                 result.alone_s.setdefault("compute", []).append(plain.measure())
             result.alone_s.setdefault("optimizer", []).append(_kernel_s(engine._runtime))
         if plain is not None and not training.uses_cuda:
-            together = zip(result.alone_s["compute"], result.alone_s["optimizer"], strict=True)
-            result.alone_s["compute and optimizer on the CPU"] = [sum(pair) for pair in together]
+            _add_processors(result, transfers_cpu_s)
         placement = engine.plan.placement
         return {
             "parameters": engine.plan.parameters,
@@ -137,7 +139,20 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
             "host_budget_bytes": placement.host_budget_nbytes,
             "io_engine": engine.io_engine,
             "rounds": rounds,
+            "transfers_cpu_seconds": statistics.median(transfers_cpu_s) if transfers_cpu_s else 0.0,
         } | result.to_json()
+
+
+def _add_processors(result: StepResult, transfers_cpu_s: Sequence[float]) -> None:
+    """What has to run on the cores that compute; transfers at their best use all of them equally."""
+    together = zip(result.alone_s["compute"], result.alone_s["optimizer"], strict=True)
+    working_s = [sum(pair) for pair in together]
+    result.alone_s["compute and optimizer on the CPU"] = working_s
+    if transfers_cpu_s:
+        cores = torch.get_num_threads()
+        shares_s = [cpu_s / cores for cpu_s in transfers_cpu_s]
+        both = zip(working_s, shares_s, strict=True)
+        result.alone_s["compute, optimizer and transfers on the CPU"] = [sum(pair) for pair in both]
 
 
 class _Steps:
