@@ -8,8 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
-_AGAIN_S = 0.01  # what drops an exception is over by then
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN_S = 0.02  # what loses an exception is over by then
+_IMPORTING = "<frozen importlib._bootstrap>"
 
 
 class Terminated(KeyboardInterrupt):
@@ -20,30 +23,30 @@ class Terminated(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Ctrl-C raises KeyboardInterrupt inside, and SIGTERM Terminated, whatever the main thread is doing.
 
-    Python calls signal handlers between two instructions of the main thread, wherever it is, and drops what they raise
-    inside callbacks of weak references (every import runs one), finalizers and callbacks from C. A stop that is dropped
-    there is asked for again a moment later.
+    Python calls signal handlers between two instructions of the main thread, wherever it is. What they raise is lost in
+    callbacks of weak references, finalizers and callbacks from C, and in the initialisation of some extension modules
+    (those of numpy.random, for example). So a stop that arrives during an import waits for its end, unless it is asked
+    for a second time, and one that is lost elsewhere is asked for again a moment later.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    dropped = _DroppedStops()
-    terminate_before, hook_before = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
-    sys.unraisablehook = dropped
+    stops = _Stops()
+    hook_before, sys.unraisablehook = sys.unraisablehook, stops.look_at
+    # What is ignored stays so: a shell that starts a job in the background lets it ignore Ctrl-C.
+    heeded = [n for n in _STOPS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stops.stop) for number in heeded}
     try:
         yield
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         sys.unraisablehook = hook_before
-        dropped.forget()
-        signal.signal(signal.SIGTERM, terminate_before)
+        stops.forget()
 
 
-class _DroppedStops:
-    """The hook for exceptions that nobody can catch: asks again for a stop that is among them.
+class _Stops:
+    """Handles the signals, and asks again for stops that are lost or came too early.
 
     By a timer and not by a thread: a callback may run while its thread holds any lock of Python's libraries.
     """
@@ -53,17 +56,24 @@ class _DroppedStops:
         self._alarm_before: signal._HANDLER | None = None
         self._timer_before = (0.0, 0.0)
         self._is_armed = False
-        self._number = signal.SIGINT
+        self._has_waited = False  # a stop arrived during an import
+        self._number: int = signal.SIGINT
 
-    def __call__(self, unraisable: sys.UnraisableHookArgs) -> None:
-        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """The handler."""
+        if not self._has_waited and _is_importing(frame):
+            self._has_waited = True
+            self._ask_later(number)
+        else:
+            self.forget()  # what it would ask for is raised now
+            self._raise(number)
+
+    def look_at(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """The hook for exceptions that nobody can catch."""
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self._ask_later(signal.SIGTERM if issubclass(unraisable.exc_type, Terminated) else signal.SIGINT)
+        else:
             self._hook(unraisable)
-            return
-        self._number = signal.SIGTERM if issubclass(unraisable.exc_type, Terminated) else signal.SIGINT
-        if not self._is_armed:
-            self._is_armed = True
-            self._alarm_before = signal.signal(signal.SIGALRM, self._ask_again)
-            self._timer_before = signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
 
     def forget(self) -> None:
         """Ask for nothing more, and leave the timer as it was. Idempotent."""
@@ -73,9 +83,33 @@ class _DroppedStops:
             signal.signal(signal.SIGALRM, self._alarm_before or signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, *self._timer_before)
 
+    def _ask_later(self, number: int) -> None:
+        self._number = number
+        if not self._is_armed:
+            self._is_armed = True
+            self._alarm_before = signal.signal(signal.SIGALRM, self._ask_again)
+            self._timer_before = signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
+
     def _ask_again(self, number: int, frame: FrameType | None) -> None:
+        if _is_importing(frame):
+            return  # until the next alarm
         self.forget()
-        signal.raise_signal(self._number)  # for whoever heeds it by now: see `undisturbed` and `deferred`
+        if signal.getsignal(self._number) == self.stop:  # else see `undisturbed` and `deferred`
+            self._raise(self._number)
+        signal.raise_signal(self._number)
+
+    @staticmethod
+    def _raise(number: int) -> NoReturn:
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether this code runs in the middle of an import."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
@@ -84,7 +118,7 @@ def undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOPS}
     try:
         yield
     finally:
@@ -109,7 +143,7 @@ def deferred() -> Iterator[None]:
         arrived.append(number)
 
     # What is ignored stays so: a shell that starts a job in the background lets it ignore Ctrl-C.
-    heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    heeded = [n for n in _STOPS if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,40 @@ def test_a_stop_that_python_drops_stops_all_the_same(number: signal.Signals) -> 
     assert reference() is None
     assert isinstance(stop.value, Terminated) == (number == signal.SIGTERM)
     assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == (hook, alarm)
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Writes the module `interrupted`, which can be imported once."""
+
+    def write(text: str) -> None:
+        (tmp_path / "interrupted.py").write_text(text)
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    sys.modules.pop("interrupted", None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_during_an_import_waits_for_its_end(importable: Callable[[str], None], number: signal.Signals) -> None:
+    """Extension modules may swallow what is raised while they are initialised, as this module does."""
+    importable(
+        f"import signal, time\ntry:\n    signal.raise_signal({int(number)})\nexcept KeyboardInterrupt:\n    pass\n"
+        "time.sleep(0.1)\nis_loaded = True\n"
+    )
+    with pytest.raises(KeyboardInterrupt) as stop, stoppable():
+        loaded = importlib.import_module("interrupted")
+        threading.Event().wait(5.0)
+    assert loaded.is_loaded
+    assert isinstance(stop.value, Terminated) == (number == signal.SIGTERM)
+
+
+def test_a_second_stop_ends_an_import_that_does_not_end(importable: Callable[[str], None]) -> None:
+    stop_s = f"import signal\nsignal.raise_signal({int(signal.SIGINT)})\n"
+    importable(f"{stop_s}{stop_s}raise AssertionError('it went on')\n")
+    with pytest.raises(KeyboardInterrupt), stoppable():
+        importlib.import_module("interrupted")
 
 
 def test_a_stop_that_was_dropped_does_not_disturb_closing() -> None:
