@@ -26,6 +26,7 @@ import infinity
 from infinity.bench.machine import describe_machine
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.models.gpt import Gpt, GptShape, init_weights
+from storage.filesystems import find_file_system
 
 
 def shape_for(parameters: float, hidden: int, seq: int) -> GptShape:
@@ -135,7 +136,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=options.directory) as folder,
         tempfile.TemporaryDirectory(dir=options.save_to or options.directory) as target,
     ):
-        found = measure(options, Path(folder), Path(target))
+        found = {"file_system": find_file_system(Path(target)).name} | measure(options, Path(folder), Path(target))
     hidden = ("json", "directory", "save_to", "numel")
     settings = {name: str(value) for name, value in vars(options).items() if name not in hidden}
     report = {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}

@@ -26,6 +26,7 @@ from storage.cleanup import is_running
 from storage.drives import Drive, StorageOptions, WrapBackend, start_backend
 from storage.errors import IntegrityError, SwapInUseError
 from storage.extents import ExtentAllocator
+from storage.filesystems import make_folders, sync_folder
 from storage.swapfile import OWNER_FILE, SwapFile, boot_id, make_directory_error
 
 _log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class DurableFolder:
     """
 
     def __init__(self, path: Path, run_name: str) -> None:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(path, mode=0o700)
         self.path = path.resolve()
         self._run_name = run_name
         self._owner_pid = 0
@@ -99,11 +100,7 @@ class DurableFolder:
     def sync(self) -> None:
         """Make the names of the folder and of what is in it durable."""
         for path in (self.path, self.path.parent):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_folder(path)
 
     def close(self) -> None:
         """Let go of the folder; what is in it stays. Idempotent."""

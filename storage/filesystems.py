@@ -204,14 +204,26 @@ def stop_copying(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     try:
-        answer = fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(_LONG_NBYTES))
-        (flags,) = struct.unpack_from("i", answer)
-        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("i", flags | _FS_NOCOW_FL).ljust(_LONG_NBYTES, b"\0"))
+        flags = _flags_of(fd) | _FS_NOCOW_FL
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, struct.pack("i", flags).ljust(_LONG_NBYTES, b"\0"))
         return None
     except OSError as error:
         return error.strerror or str(error)
     finally:
         os.close(fd)
+
+
+def is_written_in_place(fd: int) -> bool:
+    """Whether copy on write has been switched off for an open file."""
+    try:
+        return bool(_flags_of(fd) & _FS_NOCOW_FL)
+    except OSError:
+        return False  # a file system without such flags
+
+
+def _flags_of(fd: int) -> int:
+    (flags,) = struct.unpack_from("i", fcntl.ioctl(fd, _FS_IOC_GETFLAGS, bytes(_LONG_NBYTES)))
+    return int(flags)
 
 
 def sync_data(fd: int) -> None:
@@ -222,3 +234,20 @@ def sync_data(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
     else:
         os.fsync(fd)
+
+
+def make_folders(folder: Path, mode: int = 0o777) -> None:
+    """Make a folder with its parents, unless they are there, and bring the new names to the drive."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the drive."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from storage.checksums import BlockState
 from storage.closing import Closing
+from storage.filesystems import is_written_in_place, stop_copying
 from storage.stripes import Piece, overlap
 from storage.transfer import StoredKey
 from storage.types import Op
@@ -86,6 +87,14 @@ class HeldKeys(Closing):
     @property
     def nbytes(self) -> int:
         return sum(key.nbytes for key in self.keys.values())
+
+    def share_with(self, folder: Path) -> None:
+        """Let files that are made in a folder from now on share blocks with the held ones, where the system can.
+
+        btrfs shares them only between files of which both are copied on write or neither is.
+        """
+        if any(map(is_written_in_place, self.fds)):
+            stop_copying(folder)  # where that is refused the bytes are copied
 
     def close(self) -> None:
         """Let go: the bytes may be overwritten. Idempotent."""

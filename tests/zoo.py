@@ -81,6 +81,18 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    """Steps `first` to `last` (excluded) of a loop; their losses."""
+    losses = []
+    for step in range(first, last):
+        loss = loss_of(model, batch(step))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """A model with the same values every time."""
     torch.manual_seed(seed)

@@ -82,10 +82,15 @@ class InfinityWriter(StorageWriter):
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Called by torch before every save; gives up one that did not end."""
-        self._stack.close()
-        self._stack = ExitStack()
+        self.close()
         if checkpoint_id:
             self._path = Path(checkpoint_id).absolute()
+
+    def close(self) -> None:
+        """Give up a save that did not end: nothing is left of it, and what was there before stays. Idempotent."""
+        stack, self._stack = self._stack, ExitStack()
+        failure = CheckpointError(f"saving {self._path} did not end")
+        stack.__exit__(CheckpointError, failure, None)
 
     def set_up_storage_writer(self, is_coordinator: bool, *unused: Any, **more: Any) -> None:
         """Nothing is made before all ranks have planned."""
@@ -111,6 +116,14 @@ class InfinityWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the rank that coordinates: write the index and put the folder in its place."""
+        try:
+            self._finish(results)
+        except BaseException:
+            self.close()
+            raise
+        self._stack.close()
+
+    def _finish(self, results: list[list[WriteResult]]) -> None:
         told = [one.storage_data for rank in results for one in rank if one.storage_data is not None]
         steps = {name: step for one in told for name, step in one.steps.items()}
         entries = merged([one.entries for one in told])
@@ -135,7 +148,6 @@ class InfinityWriter(StorageWriter):
             aliases=self._aliases,
         )
         finish_folder(self._folder(), small, {name: file for one in told for name, file in one.files.items()})
-        self._stack.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

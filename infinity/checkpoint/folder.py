@@ -14,15 +14,18 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infinity.errors import CheckpointError
 from storage.errors import StorageError
+from storage.filesystems import make_folders, sync_folder
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+# How file systems answer that do not lock folders, such as those of a network; there nobody else may save to the path.
+_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
@@ -40,14 +43,19 @@ def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Itera
     refuse_other(path, is_replaceable)
     made = path.parent / f".{path.name}.saving"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(made, path):
+        make_folders(path.parent)
+        made.mkdir(exist_ok=True)
+        with ExitStack() as locks:
+            locks.callback(os.close, _lock(made, path))
             try:
                 _empty(made)
                 yield made
                 sync_folder(made)
+                if path.exists():  # in a moment it is at `made`, which another process might take over
+                    locks.callback(os.close, _lock(path, path))
                 _swap(made, path)
                 sync_folder(path.parent)
+                shutil.rmtree(before_of(path), ignore_errors=True)
             finally:
                 shutil.rmtree(made, ignore_errors=True)
     except StorageError:
@@ -72,19 +80,28 @@ def _is_empty(path: Path) -> bool:
     return next(path.iterdir(), None) is None
 
 
-@contextmanager
-def _locked(made: Path, path: Path) -> Iterator[None]:
-    """Make the folder, or take over one that a killed process left; a living one holds a lock on it."""
-    made.mkdir(exist_ok=True)
-    fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+def _lock(folder: Path, path: Path) -> int:
+    """A descriptor that locks a folder until it is closed. One that a killed process left is not locked.
+
+    Raises:
+        CheckpointError: another process, which is saving to `path`, has the lock.
+    """
+    with ExitStack() as undo:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        undo.callback(os.close, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"another process is saving to {path}; give another path") from error
-        yield
-    finally:
-        os.close(fd)
+            is_mine = os.path.samestat(os.fstat(fd), folder.stat())  # whoever had the lock may have renamed it
+        except BlockingIOError:
+            is_mine = False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            is_mine = True
+        if not is_mine:
+            raise CheckpointError(f"another process is saving to {path}; give another path")
+        undo.pop_all()
+    return fd
 
 
 def _empty(folder: Path) -> None:
@@ -95,25 +112,19 @@ def _empty(folder: Path) -> None:
             left.unlink()
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the drive."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _swap(made: Path, path: Path) -> None:
-    """Put `made` in the place of `path`; what was there before is at `made` afterwards, or gone."""
+    """Put `made` in the place of `path`; what was there before is at `made` afterwards, or at `before_of(path)`."""
     if not path.exists():
         made.rename(path)
     elif not _exchange(made, path):
         before = before_of(path)
         shutil.rmtree(before, ignore_errors=True)
         path.rename(before)
-        made.rename(path)
-        shutil.rmtree(before, ignore_errors=True)
+        try:
+            made.rename(path)
+        except OSError:
+            before.rename(path)
+            raise
 
 
 def before_of(path: Path) -> Path:

@@ -176,7 +176,7 @@ def read_index(folder: Path) -> Index:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedCheckpointError(_not_there(folder)) from error
     except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise damaged(path, f"it is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("kind") != _KIND:
@@ -186,7 +186,7 @@ def read_index(folder: Path) -> Index:
     if content.get("version") != VERSION:
         raise DamagedCheckpointError(
             f"{folder} is a checkpoint of version {content.get('version')!r}, this infinity reads version {VERSION}; "
-            f"use the infinity that wrote it ({content.get('written_by')})"
+            f"use the infinity that wrote it ({_named(content.get('written_by'))})"
         )
     expected = content.pop("checksum", None)
     if expected != _checksum_of(content):
@@ -217,6 +217,11 @@ def parse_entry(entry: Mapping[str, Any]) -> ParameterEntry:
     return ParameterEntry(**{**entry, "shape": tuple(entry["shape"]), "tensors": tensors})
 
 
+def _named(versions: object) -> str:
+    """Who wrote a checkpoint, which may be of a version that says it in another way."""
+    return ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else str(versions)
+
+
 def _not_there(folder: Path) -> str:
     before = before_of(folder)
     if (before / INDEX_FILE).exists():
@@ -235,6 +240,11 @@ def damaged(path: Path, how: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(f"{path} is damaged: {how}. Use another checkpoint, or another copy of this one")
 
 
+def unreadable(path: Path, error: OSError, where: str = "") -> DamagedCheckpointError:
+    """The error for a file that the system does not give."""
+    return DamagedCheckpointError(f"{path} cannot be read{where}: {error.strerror or error}")
+
+
 def listed(names: Iterable[str], most: int = 5) -> str:
     """Names for a message, not more than a few."""
     chosen = list(names)
@@ -251,8 +261,12 @@ def checksum(data: bytes | memoryview) -> str:
 
 
 def checksum_of_file(path: Path) -> str:
+    """xxh3 of a file's content. Raises CheckpointError if it cannot be read."""
     hasher = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            hasher.update(block)
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                hasher.update(block)
+    except OSError as error:
+        raise unreadable(path, error) from error
     return hasher.hexdigest()

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 import xxhash
 
-from infinity.checkpoint.format import DamagedCheckpointError, FileEntry, checksum, damaged
-from infinity.checkpoint.tensor_file import TensorFileReader, TensorSpan, bytes_of, lay_out
+from infinity.checkpoint.format import FileEntry, checksum, damaged, unreadable
+from infinity.checkpoint.tensor_file import TensorFileReader, TensorSpan, bytes_of, lay_out, read_all
 from infinity.errors import CheckpointError
 from storage.align import PAGE_NBYTES
 from storage.checksums import BLOCK_NBYTES
 from storage.closing import Closing
-from storage.copying import RangeCopier, read_some, write_all
+from storage.copying import RangeCopier, write_all
 from storage.errors import IntegrityError
 from storage.held import HeldKey, HeldKeys
 
@@ -143,7 +143,6 @@ class PartFileReader(Closing):
         self.path = path
         refuse_other_size(path, entry)
         self._file = TensorFileReader(path)
-        self._fd = self._file.fd
         self.parts: dict[str, TensorSpan] = {}
         self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         try:
@@ -154,17 +153,14 @@ class PartFileReader(Closing):
             raise
 
     def _read_digests(self, entry: FileEntry) -> dict[str, array[int]]:
-        first = min(span.offset for span in self._file.spans.values())
-        header = bytearray(first)
-        read_all(self._fd, memoryview(header), 0, self.path)
-        if checksum(bytes(header)) != entry.checksum:
+        first = min((span.offset for span in self._file.spans.values()), default=0)
+        if checksum(self._file.read_bytes(0, first)) != entry.checksum:
             raise damaged(self.path, "the checksum of its header is wrong")
-        data = bytearray(self._file.spans[DIGESTS].nbytes if DIGESTS in self._file.spans else 0)
-        if data:
-            read_all(self._fd, memoryview(data), self._file.spans[DIGESTS].offset, self.path)
-        if checksum(bytes(data)) != entry.digests:
+        span = self._file.spans.get(DIGESTS)
+        data = self._file.read_bytes(span.offset, span.nbytes) if span is not None else b""
+        if checksum(data) != entry.digests:
             raise damaged(self.path, "the checksum of its digests is wrong")
-        every = array("Q", bytes(data))
+        every = array("Q", data)
         if sys.byteorder == "big":
             every.byteswap()
         found, at = {}, 0
@@ -193,7 +189,7 @@ class PartFileReader(Closing):
             size = min(BLOCK_NBYTES, span.nbytes - number * BLOCK_NBYTES)
             count = min(size - skip, len(left))
             if count == size:
-                read_all(self._fd, left[:count], span.offset + start, self.path)
+                self._file.read_into(span.offset + start, left[:count])
                 self._check(name, number, left[:count])
             else:
                 left[:count] = self._block(name, number, size)[skip : skip + count]
@@ -210,7 +206,7 @@ class PartFileReader(Closing):
         for name, span in self.parts.items():
             for number in range(blocks_of(span.nbytes)):
                 block = buffer[: min(BLOCK_NBYTES, span.nbytes - number * BLOCK_NBYTES)]
-                read_all(self._fd, block, span.offset + number * BLOCK_NBYTES, self.path)
+                self._file.read_into(span.offset + number * BLOCK_NBYTES, block)
                 self._check(name, number, block)
                 total += len(block)
         return total
@@ -219,7 +215,7 @@ class PartFileReader(Closing):
         found = self._cache.get((name, number))
         if found is None:
             block = bytearray(size)
-            read_all(self._fd, memoryview(block), self.parts[name].offset + number * BLOCK_NBYTES, self.path)
+            self._file.read_into(self.parts[name].offset + number * BLOCK_NBYTES, memoryview(block))
             self._check(name, number, memoryview(block))
             found = self._cache[name, number] = bytes(block)
             if len(self._cache) > _CACHED_BLOCKS:
@@ -243,28 +239,10 @@ def refuse_other_size(path: Path, entry: FileEntry) -> None:
     except FileNotFoundError as error:
         raise damaged(path, "the file is missing") from error
     except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
     if found != entry.nbytes:
         what = "truncated" if found < entry.nbytes else "too long"
         raise damaged(path, f"it is {what}: {found} bytes, where {entry.nbytes} were written")
-
-
-def read_all(fd: int, memory: memoryview, offset: int, path: Path) -> None:
-    """Fill `memory` from a file.
-
-    Raises:
-        CheckpointError: the file ends before that, or cannot be read.
-    """
-    while memory:
-        try:
-            count = read_some(fd, memory, offset)
-        except OSError as error:
-            raise DamagedCheckpointError(
-                f"{path} cannot be read at offset {offset}: {error.strerror or error}"
-            ) from error
-        if count == 0:
-            raise damaged(path, f"it ends at offset {offset}")
-        memory, offset = memory[count:], offset + count
 
 
 def _nbytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:

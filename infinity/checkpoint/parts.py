@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity import __version__
 from infinity.checkpoint.format import BUFFERS_FILE, EXTRA_FILE, Index, OptimizerEntry, damaged, listed
 from infinity.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
 from infinity.errors import CheckpointError, ConfigError
@@ -201,11 +202,16 @@ def read_extra(folder: Path) -> dict[str, Any]:
     path = folder / EXTRA_FILE
     try:
         return dict(torch.load(path, weights_only=True, map_location="cpu"))
-    except (pickle.UnpicklingError, RuntimeError, TypeError, EOFError) as error:
+    except (OSError, pickle.UnpicklingError, RuntimeError, TypeError, ValueError, EOFError) as error:
         raise damaged(path, f"it cannot be read ({error})") from error
 
 
 # Files -----------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """What writes a checkpoint, for its index."""
+    return {"infinity": __version__, "torch": str(torch.__version__)}
 
 
 def write_synced(path: Path, data: bytes) -> None:

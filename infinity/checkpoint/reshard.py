@@ -38,7 +38,9 @@ def reshard_checkpoint(
             for name, entry in index.files.items()
             if not entry.digests and name != BUFFERS_FILE
         }
-        rest = NewRest(index.step, index.precision, index.optimizer, index.rng, saved_buffers(source), small)
+        rest = NewRest(
+            index.step, index.precision, index.optimizer, index.rng, saved_buffers(source), small, index.aliases
+        )
         parameters = [_parameter(checkpoint, name) for name in index.parameters]
         write_checkpoint(target, parameters, rest, file_nbytes=file_nbytes, on_file=on_file)
 

@@ -38,6 +38,7 @@ from infinity.checkpoint.parts import (
     optimizer_entries,
     pack_extra,
     save_buffers,
+    versions,
     write_synced,
 )
 from infinity.checkpoint.pending import save_gradients
@@ -169,7 +170,7 @@ def finish_folder(folder: Path, small: Small, files: Mapping[str, FileEntry]) ->
         optimizer=small.optimizer,
         rng=small.rng,
         files={**files, **small.files, **others},
-        written_by={"torch": str(torch.__version__)},
+        written_by=versions(),
         aliases=dict(small.aliases),
     )
     write_synced(folder / INDEX_FILE, index.to_text().encode())

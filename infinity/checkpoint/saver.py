@@ -11,6 +11,7 @@ training thread asks (`raise_failure`, `wait`).
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -30,6 +31,7 @@ from storage.held import HeldKeys
 from storage.types import Ticket
 
 MAX_IN_FLIGHT = 2
+_log = logging.getLogger(__name__)
 
 
 class SaveState(Enum):
@@ -104,6 +106,8 @@ class CapturedSave:
         self._state = SaveState.CAPTURED
         self._error: BaseException | None = None
         self._files = files
+        if held is not None:
+            held.share_with(folder)
         self._writers = {
             file.name: PartFileWriter(folder / file.name, {p.name: (p.dtype, (p.numel,)) for p in file.parts})
             for file in files
@@ -305,6 +309,8 @@ class Saver:
                 self.completed += 1
             elif self._failure is None:
                 self._failure = _told(save)
+            else:
+                _log.error("%s. It is told here because another save has failed too", _told(save))
 
 
 def _run(save: CapturedSave) -> None:

@@ -14,9 +14,9 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from infinity.checkpoint.folder import sync_folder
 from infinity.checkpoint.format import INDEX_FILE, damaged
 from infinity.errors import CheckpointError, ConfigError
+from storage.filesystems import sync_folder
 
 LATEST_FILE = "latest"
 Keep = int | Literal["all"] | None

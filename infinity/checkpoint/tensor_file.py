@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
-from infinity.checkpoint.format import damaged
+from infinity.checkpoint.format import damaged, unreadable
 from infinity.errors import CheckpointError
 from storage.closing import Closing
 from storage.copying import read_some, write_all
@@ -30,11 +29,17 @@ _CODES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -61,7 +66,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class TensorFileWriter(Closing):
-    """Writes tensors piece by piece; the pieces of one tensor come in order. Close it, then take the checksums.
+    """Writes tensors piece by piece; the pieces of one tensor come in order.
 
     Args:
         path: file to make.
@@ -77,7 +82,6 @@ class TensorFileWriter(Closing):
     ) -> None:
         header, self._spans = lay_out(tensors, metadata=metadata)
         self._ends = {name: span.offset for name, span in self._spans.items()}
-        self._hashers = {name: xxhash.xxh3_64() for name in tensors}
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             write_all(self._fd, memoryview(header), 0)
@@ -91,16 +95,14 @@ class TensorFileWriter(Closing):
             return
         data = bytes_of(piece)
         write_all(self._fd, data, self._ends[name])
-        self._hashers[name].update(data)
         self._ends[name] += data.nbytes
 
-    def finish(self) -> dict[str, str]:
-        """Bring everything to the drive; the checksum of every tensor."""
+    def finish(self) -> None:
+        """Bring everything to the drive."""
         for name, span in self._spans.items():
             if self._ends[name] != span.offset + span.nbytes:
                 raise CheckpointError(f"{name} was not written whole: this is a bug of infinity, please report it")
         os.fsync(self._fd)
-        return {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
 
     def close(self) -> None:
         """Idempotent."""
@@ -142,7 +144,7 @@ class TensorFileReader(Closing):
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         try:
             # The library checks that the header is sound and that the file has exactly the bytes it promises.
             with safe_open(path, framework="pt"):
@@ -152,7 +154,7 @@ class TensorFileReader(Closing):
         except SafetensorError as error:
             raise damaged(path, str(error)) from error
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise unreadable(path, error) from error
         try:
             self.spans = self._read_header()
         except BaseException:
@@ -160,32 +162,55 @@ class TensorFileReader(Closing):
             raise
 
     def _read_header(self) -> dict[str, TensorSpan]:
-        (length,) = struct.unpack("<Q", os.pread(self.fd, 8, 0))
-        entries = json.loads(os.pread(self.fd, length, 8))
+        (length,) = struct.unpack("<Q", self.read_bytes(0, 8))
+        entries = json.loads(self.read_bytes(8, length))
         spans = {}
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
             if entry["dtype"] not in _DTYPES:
-                raise CheckpointError(f"{self._path}: {name} is {entry['dtype']}, which is not supported")
+                raise CheckpointError(f"{self.path}: {name} is {entry['dtype']}, which is not supported")
             offset = 8 + length + entry["data_offsets"][0]
             spans[name] = TensorSpan(_DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
         return spans
 
-    def read(self, name: str, start: int, into: torch.Tensor) -> memoryview:
-        """Fill `into` (1-D, CPU, contiguous, the tensor's dtype) from element `start` on; its bytes, for a checksum."""
+    def read(self, name: str, start: int, into: torch.Tensor) -> None:
+        """Fill `into` (1-D, CPU, contiguous, the tensor's dtype) from element `start` on."""
         span = self.spans[name]
-        data = bytes_of(into)
-        offset, left = span.offset + start * span.dtype.itemsize, data
-        while left:
-            count = read_some(self.fd, left, offset)
-            if count == 0:
-                raise damaged(self._path, f"it ends inside {name}")
-            left, offset = left[count:], offset + count
-        return data
+        self.read_into(span.offset + start * span.dtype.itemsize, bytes_of(into))
+
+    def read_bytes(self, offset: int, nbytes: int) -> bytes:
+        """Bytes of the file from an offset on."""
+        data = bytearray(nbytes)
+        self.read_into(offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        """Fill `memory` from an offset of the file on.
+
+        Raises:
+            CheckpointError: the file ends before that, or cannot be read.
+        """
+        read_all(self.fd, memory, offset, self.path)
 
     def close(self) -> None:
         """Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def read_all(fd: int, memory: memoryview, offset: int, path: Path) -> None:
+    """Fill `memory` from a file.
+
+    Raises:
+        CheckpointError: the file ends before that, or cannot be read.
+    """
+    while memory:
+        try:
+            count = read_some(fd, memory, offset)
+        except OSError as error:
+            raise unreadable(path, error, f" at offset {offset}") from error
+        if count == 0:
+            raise damaged(path, f"it ends at offset {offset}")
+        memory, offset = memory[count:], offset + count

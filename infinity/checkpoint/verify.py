@@ -82,6 +82,4 @@ def _problem_of(path: Path, entry: FileEntry) -> str:
             raise damaged(path, "its checksum is wrong")
     except CheckpointError as error:
         return str(error)
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}"
     return ""

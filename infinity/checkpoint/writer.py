@@ -26,7 +26,7 @@ from infinity.checkpoint.format import (
     group_file,
 )
 from infinity.checkpoint.part_file import PartFileWriter
-from infinity.checkpoint.parts import save_buffers, write_synced
+from infinity.checkpoint.parts import save_buffers, versions, write_synced
 from infinity.checkpoint.tensor_file import bytes_of
 
 PART_NUMEL = 2 << 20  # a multiple of the blocks that have a checksum each
@@ -61,7 +61,7 @@ class NewParameter:
 
 @dataclass(frozen=True, slots=True)
 class NewRest:
-    """What else the new checkpoint holds; `small` are files by name, such as `extra.pt`."""
+    """What else the new checkpoint holds; `small` are files by name, such as `extra.pt`; `aliases` as in `Index`."""
 
     step: int
     precision: str
@@ -69,6 +69,7 @@ class NewRest:
     rng: list[dict[str, Any]]
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     small: Mapping[str, bytes] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ def write_checkpoint(
             optimizer=rest.optimizer,
             rng=rest.rng,
             files=files,
-            written_by={"torch": str(torch.__version__)},
+            written_by=versions(),
+            aliases=dict(rest.aliases),
         )
         write_synced(folder / INDEX_FILE, index.to_text().encode())
 
@@ -148,11 +150,13 @@ def _parts_of(parameters: Iterable[NewParameter]) -> Iterator[_Part]:
 
 def _cut(parts: Iterable[_Part], file_nbytes: int) -> Iterator[list[_Part]]:
     chosen: list[_Part] = []
+    nbytes = 0
     for part in parts:
-        if chosen and sum(one.nbytes for one in chosen) + part.nbytes > file_nbytes:
+        if chosen and nbytes + part.nbytes > file_nbytes:
             yield chosen
-            chosen = []
+            chosen, nbytes = [], 0
         chosen.append(part)
+        nbytes += part.nbytes
     if chosen:
         yield chosen
 

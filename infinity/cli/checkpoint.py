@@ -22,6 +22,7 @@ Checkpoint = Annotated[
     Path, typer.Argument(help="A folder of engine.save() or --save, or one with a series of them.", show_default=False)
 ]
 Target = Annotated[Path, typer.Argument(help="The folder to make.", show_default=False)]
+ShardSize = Annotated[str, typer.Option(help="Most bytes of tensors in a file.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,7 @@ class ExportCommandOptions:
 
     checkpoint: Checkpoint
     target: Target
-    shard_size: Annotated[
-        str | None, typer.Option(help='Most bytes of tensors in a file, such as "5GB".', show_default="5GB")
-    ] = None
+    shard_size: ShardSize = "5GB"  # what transformers cuts at
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="that in which the run computed")
     ] = None
@@ -70,9 +69,7 @@ class ReshardOptions:
 
     checkpoint: Checkpoint
     target: Target
-    shard_size: Annotated[
-        str | None, typer.Option(help='Most bytes of tensors in a file, such as "2GB".', show_default="4GiB")
-    ] = None
+    shard_size: ShardSize = "4GiB"
     json: JsonFile = None
 
 

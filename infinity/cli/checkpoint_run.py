@@ -35,9 +35,6 @@ if TYPE_CHECKING:
         VerifyOptions,
     )
 
-_EXPORT_SHARD = "5GB"  # what transformers cuts at
-_RESHARD_SIZE = "4GiB"
-
 OnFile = Callable[[str, int], None]
 
 
@@ -77,7 +74,7 @@ def run_export(options: ExportCommandOptions) -> None:
     folder = _newest(options.checkpoint)
     chosen = ExportOptions(
         dtype=None if options.dtype is None else _dtype(options.dtype),
-        shard_nbytes=_size("--shard-size", options.shard_size or _EXPORT_SHARD),
+        shard_nbytes=_size("--shard-size", options.shard_size),
         config=options.config,
         adapter=options.adapter,
         merge=options.merge,
@@ -99,7 +96,7 @@ def run_reshard(options: ReshardOptions) -> None:
     """Write the checkpoint anew."""
     check_files(json=options.json)
     folder = _newest(options.checkpoint)
-    size = _size("--shard-size", options.shard_size or _RESHARD_SIZE)
+    size = _size("--shard-size", options.shard_size)
     console = make_console()
     with _progress(console, "writing", None) as on_file:
         reshard_checkpoint(folder, options.target, file_nbytes=size, on_file=on_file)

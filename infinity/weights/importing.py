@@ -101,6 +101,7 @@ def _import_zero(zero: ZeroCheckpoint, target: Path, on_file: OnFile | None) -> 
         rng=[],
         buffers={name: buffer.contiguous() for name, buffer in zero.buffers.items()},
         small={EXTRA_FILE: packed},
+        aliases=zero.shared,
     )
     write_checkpoint(target, parameters, rest, on_file=on_file)
     kind = f"ZeRO stage {zero.stage} of {zero.ranks} rank{'s' * (zero.ranks > 1)}, {zero.precision}"
@@ -146,6 +147,7 @@ def _import_torch(run: TorchRun, target: Path, on_file: OnFile | None) -> Import
         rng=[],
         buffers={name: buffer.contiguous() for name, buffer in run.buffers.items()},
         small={EXTRA_FILE: _pack({})},
+        aliases=run.aliases,
     )
     write_checkpoint(target, parameters, rest, on_file=on_file)
     left_out = ["random number generators"] + ([] if run.groups else ["there was no optimizer"])

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.tensor_file import bytes_of
 from tests.resume import CASES, Remembering, Run
-from tests.zoo import Frozen, Net, OddNet, Skipping, batch, build, loss_of
+from tests.zoo import Frozen, Net, OddNet, Skipping, batch, build, train
 
 MakeEngine = Callable[..., infinity.Engine]
 _TIGHT = {"host": {"budget": "300KiB"}}
@@ -109,6 +110,19 @@ def test_other_settings_continue_with_the_same_bits(
     assert _same(second.parameters(), parameters)
 
 
+@pytest.mark.parametrize("counts", [(1, 2), (3, 1), (2, 3)], ids=str)
+def test_another_number_of_drives(start: Callable[..., Run], tmp_path: Path, counts: tuple[int, int]) -> None:
+    first, second = (
+        start(nvme={"paths": [tmp_path / f"drive{number}" for number in range(count)]}, **_TIGHT) for count in counts
+    )
+    first.train(0, 2)
+    first.save(tmp_path / "saved")
+    losses, parameters = first.train(2, 4), first.parameters()
+    second.load(tmp_path / "saved")
+    assert second.train(2, 4) == losses
+    assert _same(second.parameters(), parameters)
+
+
 @pytest.mark.parametrize(
     "settings", [{}, _TIGHT, {**_TIGHT, "schedule": "overlapped"}], ids=["roomy", "tight", "overlapped"]
 )
@@ -145,7 +159,7 @@ def test_content_is_that_of_plain_pytorch(offload: MakeEngine, tmp_path: Path) -
     engine = offload(model, **_TIGHT)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     for each, its in ((plain, torch_optimizer), (model, optimizer)):
-        _steps(each, its, 0, 3)
+        train(each, its, 0, 3)
     engine.save(tmp_path / "saved")
     wanted = {f"parameter/{name}": p.detach() for name, p in plain.named_parameters()}
     for name, parameter in plain.named_parameters():
@@ -163,17 +177,43 @@ def test_awkward_models(offload: MakeEngine, tmp_path: Path, make: Callable[[], 
     calls = first.calls if isinstance(first, Skipping) else 0
     engine = offload(first, precision=precision, **_TIGHT)
     optimizer = infinity.AdamW(first.parameters(), lr=1e-2)
-    _steps(first, optimizer, 0, 3)
+    train(first, optimizer, 0, 3)
     engine.save(tmp_path / "saved", optimizer=optimizer)
     other = offload(second, precision=precision, **_TIGHT)
     continued = infinity.AdamW(second.parameters(), lr=1e-3)
     assert other.load(tmp_path / "saved", optimizer=continued) == {}
     if isinstance(first, Skipping) and isinstance(second, Skipping):
         second.calls = calls + 3
-    assert _steps(first, optimizer, 3, 5) == _steps(second, continued, 3, 5)
+    assert train(first, optimizer, 3, 5) == train(second, continued, 3, 5)
     engine.save(tmp_path / "one")
     other.save(tmp_path / "other")
     assert _same(_tensors(tmp_path / "one"), _tensors(tmp_path / "other"))
+
+
+class _Tables(Net):
+    """With persistent buffers of every kind that safetensors files hold, one without elements and a scalar."""
+
+    def __init__(self, sign: int = 1) -> None:
+        super().__init__()
+        dtypes = (torch.float64, torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool)
+        for dtype in dtypes:
+            self.register_buffer(str(dtype).removeprefix("torch."), (sign * torch.arange(1, 6)).to(dtype))
+        self.register_buffer("rotations", torch.polar(torch.ones(3), sign * torch.arange(3.0)))
+        self.register_buffer("nothing", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(sign))
+
+
+def test_buffers_of_every_dtype(offload: MakeEngine, tmp_path: Path) -> None:
+    first, second = build(_Tables), build(lambda: _Tables(-1), seed=1)
+    wanted = {name: buffer.clone() for name, buffer in first.named_buffers()}
+    offload(first, **_TIGHT).save(tmp_path / "saved")
+    offload(second, **_TIGHT).load(tmp_path / "saved")
+    found = dict(second.named_buffers())
+    assert found.keys() == wanted.keys()
+    for name, buffer in wanted.items():
+        assert found[name].dtype is buffer.dtype
+        assert found[name].shape == buffer.shape
+        assert bytes_of(found[name].reshape(-1)) == bytes_of(buffer.reshape(-1)), name
 
 
 def test_a_model_without_memory_loads(offload: MakeEngine, start: Callable[..., Run], tmp_path: Path) -> None:
@@ -249,21 +289,10 @@ def test_extra_keeps_its_types(start: Callable[..., Run], tmp_path: Path) -> Non
 # state_dict of the optimizer ---------------------------------------------------------------------------------------
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = loss_of(model, batch(step))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _plain_steps(first: int, last: int) -> tuple[nn.Module, torch.optim.AdamW]:
     model = build(Net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    _steps(model, optimizer, first, last)
+    train(model, optimizer, first, last)
     return model, optimizer
 
 
@@ -273,14 +302,14 @@ def test_state_dict_is_that_of_torch(offload: MakeEngine, settings: dict[str, An
     model = build(Net)
     engine = offload(model, **settings)
     ours = infinity.AdamW(model.parameters(), lr=1e-2)
-    _steps(model, ours, 0, 3)
+    train(model, ours, 0, 3)
     wanted, found = theirs.state_dict(), ours.state_dict()
     assert found["state"].keys() == wanted["state"].keys()
     for number, state in wanted["state"].items():
         assert _same(found["state"][number], state)
     assert not ours.state
     theirs.load_state_dict(found)
-    assert _steps(plain, theirs, 3, 5) == _steps(model, ours, 3, 5)
+    assert train(plain, theirs, 3, 5) == train(model, ours, 3, 5)
     assert not engine.is_closed
 
 
@@ -292,10 +321,10 @@ def test_state_dict_of_torch_loads(offload: MakeEngine, settings: dict[str, Any]
     ours = infinity.AdamW(model.parameters(), lr=1e-4)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == 1e-2
-    assert _steps(plain, theirs, 3, 5) == _steps(model, ours, 3, 5)
+    assert train(plain, theirs, 3, 5) == train(model, ours, 3, 5)
     for optimizer in (theirs, ours):
         optimizer.param_groups[0]["lr"] = 1e-3
-    assert _steps(plain, theirs, 5, 7) == _steps(model, ours, 5, 7)
+    assert train(plain, theirs, 5, 7) == train(model, ours, 5, 7)
 
 
 def test_state_dict_in_bf16_survives_a_file(start: Callable[..., Run], tmp_path: Path) -> None:

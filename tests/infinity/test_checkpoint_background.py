@@ -184,6 +184,25 @@ def test_failures_are_told_once_and_harm_no_step(
     assert (tmp_path / "saved").exists()
 
 
+def test_two_failures_are_both_told(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first one is raised; an exception can carry no other, so the second one is in the log."""
+    run = start()
+    run.train(0, 1)
+    with monkeypatch.context() as patch:
+        _break(run, patch)
+        for name in ("first", "second"):
+            save_behind(run, tmp_path / name)
+        for save in run.engine._runtime.saver._saves:
+            save.ticket.wait(60)
+    with pytest.raises(infinity.CheckpointError, match="first could not be written"):
+        run.engine.wait_saved()
+    (record,) = [record for record in caplog.records if record.name == "infinity.checkpoint.saver"]
+    assert "second could not be written: No space left on device" in record.getMessage()
+    run.engine.wait_saved()
+
+
 def test_memory_that_cannot_be_saved_fails_the_save_and_not_the_step(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

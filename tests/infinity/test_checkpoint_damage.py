@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -18,8 +20,12 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint import folder as folders
+from infinity.checkpoint import tensor_file
 from infinity.checkpoint.folder import replaced_folder
+from infinity.checkpoint.format import BUFFERS_FILE, DamagedCheckpointError, checksum_of_file
+from infinity.checkpoint.parts import save_buffers
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.tensor_file import TensorFileReader
 from tests.conftest import small_config
 from tests.resume import Run
 from tests.zoo import Net, batch, loss_of
@@ -299,6 +305,76 @@ def test_a_failure_inside_leaves_the_old_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_was_there_before_is_removed_later_if_not_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without exchange, a process killed between the two renames leaves the old folder under its other name."""
+    path = tmp_path / "folder"
+    _write(path, "old")
+    path.rename(folders.before_of(path))
+    _write(path, "new")
+    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+    renamed = Path.rename
+
+    def fail(source: Path, target: Path) -> Path:
+        if source.name.endswith(".saving"):
+            raise OSError(errno.EIO, "Input/output error")
+        return renamed(source, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(infinity.CheckpointError, match="Input/output error; the one that was there before"):
+        _write(path, "newer")
+    assert (path / "content").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_names_of_new_folders_are_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut a folder is there only if every folder above it was synced."""
+    synced = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    _write(tmp_path / "runs" / "first" / "saved", "new")
+    assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "first")} <= set(synced)
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks no folder that is open for reading only, and only those can be opened."""
+
+    def refuse(*unused: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(folders.fcntl, "flock", refuse)
+    for text in ("old", "new"):
+        _write(tmp_path / "folder", text)
+    assert (tmp_path / "folder" / "content").read_text() == "new"
+
+
+def test_nobody_takes_over_what_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the exchange the old folder has the name of the new one: another process would fill it meanwhile."""
+    path = tmp_path / "folder"
+    _write(path, "old")
+    remove, refused = folders.shutil.rmtree, []
+
+    def remove_slowly(folder: Path, **given: Any) -> None:
+        if (folder / "content").exists() and not refused:
+            refused.append((folder / "content").read_text())
+            with pytest.raises(infinity.CheckpointError, match="another process is saving to"):
+                _write(path, "of another process")
+        remove(folder, **given)
+
+    monkeypatch.setattr(folders.shutil, "rmtree", remove_slowly)
+    _write(path, "new")
+    assert refused == ["old"]
+    assert (path / "content").read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_two_cannot_save_to_one_place(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     with replaced_folder(path, lambda there: True) as made:
@@ -313,6 +389,21 @@ def test_an_interrupted_exchange_is_pointed_out(run: Run, saved: Path) -> None:
     with pytest.raises(infinity.CheckpointError, match=r"the one before is at .*\.saved\.before: use it"):
         run.load(saved)
     run.load(saved.with_name(".saved.before"))
+
+
+def test_what_the_drive_does_not_give_counts_as_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that of a series the checkpoint before is tried."""
+    with pytest.raises(DamagedCheckpointError, match="cannot be read: Is a directory"):
+        checksum_of_file(tmp_path)
+    save_buffers({"table": torch.arange(5)}, tmp_path)
+
+    def fail(*unused: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with TensorFileReader(tmp_path / BUFFERS_FILE) as file:
+        monkeypatch.setattr(tensor_file, "read_some", fail)
+        with pytest.raises(DamagedCheckpointError, match=r"cannot be read at offset \d+: Input/output error"):
+            file.read("table", 0, torch.empty(5, dtype=torch.int64))
 
 
 def test_a_closed_engine_neither_saves_nor_loads(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict as torch_get_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict as torch_set_state_dict
 
@@ -19,9 +19,9 @@ import infinity
 from infinity.checkpoint.dcp_reader import InfinityReader, _Offered, _read_box
 from infinity.checkpoint.dcp_writer import InfinityWriter
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.reshard import reshard_checkpoint
 from infinity.state_dicts import get_model_state_dict, get_state_dict, set_model_state_dict, set_state_dict
-from tests.infinity.test_checkpoint import _steps
-from tests.zoo import Frozen, Net, build
+from tests.zoo import Frozen, Net, build, train
 
 MakeEngine = Callable[..., infinity.Engine]
 _TIGHT = {"host": {"budget": "300KiB"}}
@@ -48,7 +48,7 @@ def plain() -> tuple[nn.Module, torch.optim.AdamW, list[float]]:
     """Three steps of plain PyTorch; losses of two more are made by the tests."""
     model = build(Buffered)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    return model, optimizer, _steps(model, optimizer, 0, 3)
+    return model, optimizer, train(model, optimizer, 0, 3)
 
 
 def make(offload: MakeEngine, **settings: Any) -> tuple[nn.Module, infinity.Engine, infinity.AdamW]:
@@ -60,7 +60,7 @@ def make(offload: MakeEngine, **settings: Any) -> tuple[nn.Module, infinity.Engi
 def test_a_checkpoint_is_read_into_a_plain_module(offload: MakeEngine, tmp_path: Path, plain: Any) -> None:
     """Parameters, buffers and optimizer: what comes after is what comes after in the engine."""
     model, engine, optimizer = make(offload)
-    _steps(model, optimizer, 0, 3)
+    train(model, optimizer, 0, 3)
     engine.save(tmp_path / "saved")
     other, theirs, _ = plain
     model_state, optim_state = torch_get_state_dict(other, theirs)
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_read_into_a_plain_module(offload: MakeEngine, tmp_path:
     torch_set_state_dict(other, theirs, model_state_dict=state["model"], optim_state_dict=state["optim"])
     assert theirs.param_groups[0]["lr"] == 1e-3
     assert theirs.param_groups[0]["betas"] == (0.9, 0.999)
-    assert _steps(other, theirs, 3, 5) == _steps(model, optimizer, 3, 5)
+    assert train(other, theirs, 3, 5) == train(model, optimizer, 3, 5)
     alone = {name: torch.full_like(value, 7) for name, value in other.state_dict().items()}
     dcp.load(alone, storage_reader=InfinityReader(tmp_path / "saved"))
     engine.load(tmp_path / "saved")
@@ -92,7 +92,7 @@ def test_a_plain_module_is_written_for_an_engine(
     assert same(found[0], other.state_dict())
     assert same(found[1]["state"], optim_state["state"])
     if precision == "fp32":
-        assert _steps(model, optimizer, 3, 5) == _steps(other, theirs, 3, 5)
+        assert train(model, optimizer, 3, 5) == train(other, theirs, 3, 5)
 
 
 def test_only_a_model(offload: MakeEngine, tmp_path: Path, plain: Any) -> None:
@@ -114,18 +114,18 @@ def test_only_a_model(offload: MakeEngine, tmp_path: Path, plain: Any) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_dicts_there_and_back(offload: MakeEngine, precision: str) -> None:
     model, engine, optimizer = make(offload, precision=precision)
-    _steps(model, optimizer, 0, 2)
+    train(model, optimizer, 0, 2)
     saved = get_state_dict(engine, optimizer)
-    losses = _steps(model, optimizer, 2, 4)
+    losses = train(model, optimizer, 2, 4)
     assert not same(saved[0], get_model_state_dict(engine))
     set_state_dict(engine, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
     again = get_state_dict(engine, optimizer)
     assert same(saved[0], again[0])
     assert same(saved[1]["state"], again[1]["state"])
-    assert _steps(model, optimizer, 2, 4) == losses
+    assert train(model, optimizer, 2, 4) == losses
     fresh_model, fresh, fresh_optimizer = make(offload, precision=precision, chunk="32KiB")
     set_state_dict(fresh, fresh_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
-    assert _steps(fresh_model, fresh_optimizer, 2, 4) == losses
+    assert train(fresh_model, fresh_optimizer, 2, 4) == losses
 
 
 def test_state_dicts_are_those_of_plain_pytorch(offload: MakeEngine, plain: Any) -> None:
@@ -213,3 +213,37 @@ def test_boxes_of_tensors(offsets: tuple[int, ...], lengths: tuple[int, ...]) ->
     scalar = torch.empty(())
     _read_box(_Offered(torch.float32, (), lambda start, into: into.fill_(3.0) and None), [], [], 0, 0, scalar)
     assert scalar == 3
+
+
+def test_a_save_that_fails_leaves_the_one_before(offload: MakeEngine, tmp_path: Path, plain: Any) -> None:
+    """torch does not call `finish` when a rank fails; the next save with the same writer gives up what is half made."""
+    other, theirs, _ = plain
+    model_state, optim_state = torch_get_state_dict(other, theirs)
+    writer = InfinityWriter(tmp_path / "saved", other)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.save({**state, "epoch": 1}, storage_writer=writer)
+    unsaveable = {**state, "strange": Path("x")}
+    with pytest.raises(CheckpointException):
+        dcp.save(unsaveable, storage_writer=writer)
+    with pytest.raises(CheckpointException):
+        dcp.save(unsaveable, storage_writer=writer)
+    writer.close()
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("infinity")] == ["saved"]
+    _, engine, optimizer = make(offload)
+    assert engine.load(tmp_path / "saved", optimizer=optimizer) == {"epoch": 1}
+    lacking = {name: value for name, value in model_state.items() if name != "embed.weight" and name != "head.weight"}
+    with pytest.raises(CheckpointException):  # told by `finish` itself, which gives up at once
+        dcp.save({"model": lacking}, storage_writer=writer)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("infinity")] == ["saved"]
+    dcp.save({**state, "epoch": 2}, storage_writer=writer)
+    assert engine.load(tmp_path / "saved", optimizer=optimizer) == {"epoch": 2}
+
+
+def test_tied_names_survive_resharding(offload: MakeEngine, tmp_path: Path) -> None:
+    _, engine, _ = make(offload)
+    engine.save(tmp_path / "saved")
+    reshard_checkpoint(tmp_path / "saved", tmp_path / "again", file_nbytes=30_000)
+    found = {"head.weight": torch.zeros(29, 37), "embed.weight": torch.zeros(29, 37)}
+    dcp.load(found, storage_reader=InfinityReader(tmp_path / "again"))
+    assert torch.equal(found["head.weight"], get_model_state_dict(engine)["embed.weight"])
+    assert torch.equal(found["head.weight"], found["embed.weight"])

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.format import read_index
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.weights.importing import import_checkpoint
 from tests.cli.command import call
 from tests.conftest import MakeEngine
 from tests.infinity.zero_files import ZeroWriter
 from tests.parity.loops import gathered_parameters
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Net, build, train
 
 _TIGHT = {"host": {"budget": "440KiB"}}
 Split = Callable[[nn.Module], list[dict[str, Any]]]
@@ -49,22 +50,11 @@ def _decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = loss_of(model, batch(step))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _plain(make: Callable[[], nn.Module] = _Mixed, split: Split = _one_group) -> tuple[nn.Module, torch.optim.AdamW]:
     """Three steps of plain PyTorch."""
     model = build(make)
     optimizer = torch.optim.AdamW(split(model), lr=1e-2, fused=True)
-    _steps(model, optimizer, 0, 3)
+    train(model, optimizer, 0, 3)
     return model, optimizer
 
 
@@ -90,11 +80,12 @@ def test_a_zero_run_goes_on_with_the_same_bits(
     imported = import_checkpoint(tmp_path / "zero", tmp_path / "run")
     assert imported.kind.startswith(f"ZeRO stage {stage} of {ranks} rank")
     assert imported.step == 3
+    assert read_index(tmp_path / "run").aliases == ({"head.weight": "embed.weight"} if stage < 3 else {})
     model, ours, extra = _go_on(offload, tmp_path / "run", split=split)
     assert extra == {"global_step": 3, "client_state": {"note": 7}}
     assert [group["lr"] for group in ours.param_groups] == [group["lr"] for group in optimizer.param_groups]
     assert torch.equal(model.get_buffer("table"), torch.arange(5))
-    assert _steps(model, ours, 3, 6) == _steps(plain, optimizer, 3, 6)
+    assert train(model, ours, 3, 6) == train(plain, optimizer, 3, 6)
     got = gathered_parameters(model)
     assert all(torch.equal(got[name], p) for name, p in plain.named_parameters())
 
@@ -193,9 +184,9 @@ def test_a_plain_run_goes_on_with_the_same_bits(offload: MakeEngine, tmp_path: P
         arguments["optimizer"] = tmp_path / "optimizer.pt"
     imported = import_checkpoint(tmp_path / "run.pt", tmp_path / "run", **arguments)
     assert imported.step == 3
-    assert imported.aliases == {"head.weight": "embed.weight"}
+    assert imported.aliases == read_index(tmp_path / "run").aliases == {"head.weight": "embed.weight"}
     model, ours, _ = _go_on(offload, tmp_path / "run", make, split)
-    assert _steps(model, ours, 3, 6) == _steps(plain, optimizer, 3, 6)
+    assert train(model, ours, 3, 6) == train(plain, optimizer, 3, 6)
 
 
 def test_names_that_the_optimizer_saved_are_used(tmp_path: Path) -> None:
@@ -231,7 +222,7 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
 def test_other_optimizers_are_refused(tmp_path: Path) -> None:
     model = build(Net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    _steps(model, optimizer, 0, 1)
+    train(model, optimizer, 0, 1)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
     with pytest.raises(infinity.CheckpointError, match="only states of AdamW and Adam"):
         import_checkpoint(tmp_path / "run.pt", tmp_path / "run")

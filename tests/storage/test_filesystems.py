@@ -8,7 +8,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ from storage.filesystems import Kind, Mount, describe_mount, find_file_system, m
 from storage.pool import HostPool
 from storage.statx import direct_alignment
 from storage.store import ShardStore, StorageOptions
+from tests.mounts import MakeFileSystem, mounting, run_tool
 from tests.storage.helpers import MIB, PAGE, TAG, filled, finish
 
 # A host with several drives; the second mount on /srv covers the first one and what was mounted below it.
@@ -142,44 +143,10 @@ def test_memory_is_used_through_the_page_cache_that_it_is(in_memory: Path, caplo
     assert message == f"{in_memory}: tmpfs is memory, not a drive: what is swapped there still takes memory"
 
 
-MakeFileSystem = Callable[..., Path]
-_MAKERS = {"ext4": ("-q",), "xfs": ("-q",), "btrfs": ("-q",)}
-_LEAST_NBYTES = 320 * MIB  # what mkfs.xfs asks for
-
-
 @pytest.fixture
 def make_file_system(tmp_path: Path) -> Iterator[MakeFileSystem]:
-    """Makes a file system in a file and mounts it; skips where that needs more than this process may do or has."""
-    undo: list[list[str]] = []
-
-    def make(kind: str, *, sector_nbytes: int = 512, options: str = "") -> Path:
-        if os.geteuid() != 0:
-            pytest.skip("mounting needs root")
-        for tool in (f"mkfs.{kind}", "losetup", "mount"):
-            if shutil.which(tool) is None:
-                pytest.skip(f"no {tool} here")
-        image, point = tmp_path / f"{kind}.img", tmp_path / kind
-        point.mkdir()
-        with image.open("wb") as file:
-            file.truncate(_LEAST_NBYTES)
-        sector = ("--sector-size", str(sector_nbytes))
-        device = _run("losetup", "--find", "--show", "--direct-io=on", *sector, image).strip()
-        undo.append(["losetup", "--detach", device])
-        _run(f"mkfs.{kind}", *_MAKERS[kind], device)
-        _run("mount", "-t", kind, *(("-o", options) if options else ()), device, point)
-        undo.append(["umount", str(point)])
-        return point
-
-    yield make
-    for command in reversed(undo):
-        subprocess.run(command, check=True, timeout=30)
-
-
-def _run(*command: object) -> str:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        pytest.skip(f"{command[0]} does not work here: {done.stderr.strip()[:100]}")
-    return done.stdout
+    with mounting(tmp_path) as make:
+        yield make
 
 
 def _flags(path: Path) -> int:
@@ -236,7 +203,7 @@ def test_layers_tell_what_is_below(tmp_path: Path, make_file_system: MakeFileSys
     lower, upper, work, merged = (disk / name for name in ("lower", "upper", "work", "merged"))
     for folder in (lower, upper, work, merged):
         folder.mkdir()
-    _run("mount", "-t", "overlay", "overlay", "-o", f"lowerdir={lower},upperdir={upper},workdir={work}", merged)
+    run_tool("mount", "-t", "overlay", "overlay", "-o", f"lowerdir={lower},upperdir={upper},workdir={work}", merged)
     try:
         found = probe_folder(merged)
         assert (found.file_system.kind, found.file_system.upper) == (Kind.LAYERS, str(upper))
