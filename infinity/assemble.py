@@ -32,7 +32,8 @@ from infinity.rank_gradients import reduction_nbytes
 from infinity.ranks import Ranks
 from infinity.released import Access
 from infinity.runtime import Runtime
-from infinity.units import Kept, partition
+from infinity.units import Kept
+from infinity.wrap_policies import units_of
 from storage.drives import WrapBackend
 
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
@@ -86,9 +87,7 @@ def draw_up(
     """
     _refuse_with_ranks(config, ranks)
     _refuse_late_updates(config)
-    specs = partition(
-        model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes, kept=kept
-    )
+    specs = units_of(model, config, kept)
     if not specs:
         raise UnsupportedModelError("the model has no parameters; there is nothing to offload")
     collectives = _connect(config, ranks, stack)

@@ -154,6 +154,7 @@ class HostConfig(_Section):
 class NvmeConfig(_Section):
     """Swap files: one directory per drive (`None`: a temporary one), and how they are read and written.
 
+    `engine` is an `IoEngine` or the name of a backend that another distribution brings (`storage.backends.custom`).
     `threads` (blocks at a drive at a time) and `block_nbytes` are chosen when `None`, see `Calibrate`. `eio_retries` is
     how often a block is tried again after EIO, and `retry_full_s` how long a drive that had no room is left alone
     before a write tries it again. `wear_budget` is what all runs may write to each drive, "100TB" or "2TB/day", and
@@ -163,7 +164,7 @@ class NvmeConfig(_Section):
 
     paths: Annotated[tuple[Path, ...] | None, BeforeValidator(values.paths)] = None
     budget: Nbytes | None = None
-    engine: Annotated[IoEngine, BeforeValidator(values.choice(IoEngine))] = IoEngine.AUTO
+    engine: Annotated[IoEngine | str, BeforeValidator(values.engine)] = IoEngine.AUTO
     threads: Count | None = None
     block_nbytes: Nbytes | None = None
     calibrate: Annotated[Calibrate, BeforeValidator(values.choice(Calibrate))] = Calibrate.CACHED
@@ -228,7 +229,8 @@ class Config(_Section):
     `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
     repeated blocks and smaller than `resident_threshold` stay on the device. A rank waits for others at most
     `rank_timeout_s`. `unit_classes` names the modules whose
-    parameters are gathered together (empty: the outermost repeated blocks are found automatically).
+    parameters are gathered together (empty: the outermost repeated blocks are found automatically); `wrap_policy`
+    chooses them instead, a function that is given the model, or the name of one that another distribution brings.
     Raises ConfigError for anything unknown, of the wrong kind or contradictory.
     """
 
@@ -249,6 +251,7 @@ class Config(_Section):
     resident_threshold: NbytesOrZero = MIB
     rank_timeout_s: Seconds = 600.0
     unit_classes: Annotated[tuple[str | type, ...], BeforeValidator(values.unit_classes)] = ()
+    wrap_policy: Annotated[str | Callable[..., Any] | None, BeforeValidator(values.wrap_policy)] = None
     optimizer_threads: Count | None = None
 
     if TYPE_CHECKING:
@@ -262,6 +265,12 @@ class Config(_Section):
                 f"activations.policy = {self.activations.policy.value!r} contradicts micro_batches = "
                 f"{self.micro_batches}: a unit cannot run its slices again; allowed: 'none', or micro_batches = 1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _units_are_chosen_once(self) -> Self:
+        if self.unit_classes and self.wrap_policy is not None:
+            raise ValueError("unit_classes and wrap_policy both choose the units; allowed: one of them")
         return self
 
     @model_validator(mode="after")
@@ -348,4 +357,6 @@ def _shown(name: str, value: object) -> str:
         return format_nbytes(value) + ("/s" if name.endswith("_per_s") else "")
     if isinstance(value, tuple):
         return ", ".join(item.__qualname__ if isinstance(item, type) else str(item) for item in value) or "none"
+    if callable(value):
+        return getattr(value, "__qualname__", repr(value))
     return "unset" if value is None else str(value)

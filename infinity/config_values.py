@@ -1,4 +1,7 @@
-"""What the fields of settings take: validators that say what is allowed, and the kinds of numbers."""
+"""What the fields of settings take: validators that say what is allowed, and the kinds of numbers.
+
+What other distributions bring is looked up by name only; nothing of theirs is imported before it is used.
+"""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -8,6 +11,10 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field
 
+from infinity.choices import IoEngine
+from storage.plugins import BACKENDS_GROUP, plugin_names
+
+POLICIES_GROUP = "infinity.wrap_policies"
 Count = Annotated[int, Field(strict=True, ge=1)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 _E = TypeVar("_E", bound=StrEnum)
@@ -69,3 +76,32 @@ def stage(value: object) -> object:
 def policy_alone(value: object) -> object:
     """The name of a policy stands for a section with nothing else in it."""
     return {"policy": value} if isinstance(value, str) else value
+
+
+def engine(value: object) -> object:
+    """An engine of ours as `IoEngine`, that of another distribution as its name."""
+    try:
+        return choice(IoEngine)(value)
+    except ValueError as error:
+        brought = plugin_names(BACKENDS_GROUP)
+        if value in brought:
+            return value
+        raise ValueError(f"{error}{_installed(value, brought, BACKENDS_GROUP)}") from None
+
+
+def wrap_policy(value: object) -> object:
+    """A function, or the name of one that another distribution brings."""
+    if value is None or (callable(value) and not isinstance(value, type)):
+        return value
+    brought = plugin_names(POLICIES_GROUP)
+    if value in brought:
+        return value
+    allowed = "allowed: a function that takes the model and gives the modules to be units, or its name"
+    raise ValueError(f"{allowed}{_installed(value, brought, POLICIES_GROUP)}")
+
+
+def _installed(value: object, brought: list[str], group: str) -> str:
+    """What else could have been meant."""
+    near = get_close_matches(value, brought, n=1) if isinstance(value, str) else []
+    names = ", ".join(map(repr, brought)) or "none"
+    return f"; installed ({group}): {names}" + (f"; did you mean {near[0]!r}?" if near else "")

@@ -27,7 +27,7 @@ def storage_options(nvme: NvmeConfig, *, write_memory_nbytes: int, files_nbytes:
         files_nbytes: this process's part of the budget of all drives.
     """
     return StorageOptions(
-        engine=nvme.engine.value,
+        engine=str(nvme.engine),
         block_nbytes=nvme.block_nbytes,
         threads=nvme.threads,
         calibrate=nvme.calibrate.value,

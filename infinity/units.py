@@ -13,7 +13,7 @@ shard, several users.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,7 @@ RESIDENT_NAME = "(resident)"
 ROOT_NAME = "(root)"
 
 Owners = list[tuple[nn.Module, str]]
+WrapPolicy = Callable[[nn.Module], Iterable[nn.Module]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ def partition(
     *,
     resident_threshold_nbytes: int,
     unit_classes: Sequence[str | type[nn.Module]] = (),
+    wrap_policy: tuple[str, WrapPolicy] | None = None,
     kept: Mapping[int, Kept] | None = None,
 ) -> list[UnitSpec]:
     """Partition the model's parameters into units, in module order; the resident unit, if any, comes last.
@@ -115,19 +117,24 @@ def partition(
         model: the module whose forward is the outermost one.
         resident_threshold_nbytes: a module outside the blocks that owns fewer bytes stays on the device.
         unit_classes: classes, or their names, whose outermost instances are the blocks; empty finds repeated blocks.
+        wrap_policy: chooses the blocks instead, with the name by which errors call it.
         kept: parameters that are offloaded already, by the id of every object that may stand for one.
 
     Raises:
-        UnsupportedModelError: `unit_classes` matches nothing, or modules without a forward; or a parameter is a lazy,
-            sparse, complex or subclassed tensor.
+        UnsupportedModelError: `unit_classes` or `wrap_policy` matches nothing, or modules without a forward or of
+            another model; or a parameter is a lazy, sparse, complex or subclassed tensor.
     """
     parameters = Parameters(model, kept)
     fresh = [entry for entry in parameters if entry.kept is None]
     _refuse_unsupported(fresh)
     _refuse_overlapping(model, fresh)
-    if unit_classes:
+    if wrap_policy is not None:
+        blocks = _outermost(_chosen_blocks(model, *wrap_policy))
+        _refuse_unusable(blocks, wrap_policy[0])
+    elif unit_classes:
+        wanted = ", ".join(c if isinstance(c, str) else c.__name__ for c in unit_classes)
         blocks = _outermost(_match_blocks(model, "", unit_classes))
-        _refuse_unmatched(blocks, unit_classes)
+        _refuse_unusable(blocks, f"unit_classes = {wanted}")
     else:
         blocks = _outermost(_repeated_blocks(model, ""))
     inside = {id(m) for _, block in blocks for m in block.modules()}
@@ -192,15 +199,14 @@ def _memory_span(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _refuse_unmatched(blocks: Sequence[tuple[str, nn.Module]], unit_classes: Sequence[str | type[nn.Module]]) -> None:
+def _refuse_unusable(blocks: Sequence[tuple[str, nn.Module]], setting: str) -> None:
     if not blocks:
-        wanted = ", ".join(c if isinstance(c, str) else c.__name__ for c in unit_classes)
-        raise UnsupportedModelError(f"unit_classes names {wanted}, but no module of the model is of such a class")
+        raise UnsupportedModelError(f"{setting} matches no module of the model")
     for name, module in blocks:
         if not _is_called(module):
             raise UnsupportedModelError(
-                f"unit_classes names {type(module).__name__}, but {name or 'the model'!r} has no forward, so its "
-                "parameters would never be gathered. Name the class of a module around it that is called"
+                f"{setting} chooses {name or 'the model'!r}, a {type(module).__name__}, which has no forward, so that "
+                "its parameters would never be gathered. Choose a module around it that is called"
             )
 
 
@@ -243,6 +249,17 @@ def _match_blocks(
         return
     for name, child in module.named_children():
         yield from _match_blocks(child, f"{path}.{name}" if path else name, unit_classes)
+
+
+def _chosen_blocks(model: nn.Module, setting: str, policy: WrapPolicy) -> Iterator[tuple[str, nn.Module]]:
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in policy(model):
+        if id(module) not in names:
+            raise UnsupportedModelError(
+                f"{setting} chose {type(module).__name__}, which is no module of the model; it has to give some of "
+                "model.modules()"
+            )
+        yield names[id(module)], module
 
 
 def _large_owners(

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from storage.align import is_aligned
 from storage.backends.base import Backend
+from storage.backends.custom import CustomEngine
 from storage.backends.kernel_aio import why_not
 from storage.backends.probe import Engine, choose_engine, make_backend
 from storage.calibration_cache import Calibrate, find_calibration
 from storage.checksums import Checksum
 from storage.errors import StorageError
 from storage.health import DEFAULT_RETRY_FULL_S
+from storage.plugins import BACKENDS_GROUP, plugin_names
 from storage.swapfile import RunFolder, SwapFile, make_directory_error
 
 _log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ class StorageOptions:
     """How a store does its I/O.
 
     Attributes:
-        engine: "auto" probes every directory; "direct", "aio" and "buffered" insist.
+        engine: "auto" probes every directory; "direct", "aio" and "buffered" insist; others are brought by other
+            distributions (`storage.backends.custom`).
         block_nbytes: size of one system call, a multiple of 4096; None: as calibrated, else 4 MiB ("aio": 1 MiB).
         threads: blocks at each drive at the same time; None: as calibrated, else 4 ("aio", which has one thread: 16).
         calibrate: "cached" uses what was measured of a drive before, "missing" also measures a drive that never was
@@ -64,8 +67,8 @@ class StorageOptions:
     retry_full_s: float = DEFAULT_RETRY_FULL_S
 
     def __post_init__(self) -> None:
-        if self.engine not in list(Engine):
-            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join(Engine)}")
+        if self.engine not in list(Engine) and self.engine not in (brought := plugin_names(BACKENDS_GROUP)):
+            raise ValueError(f"engine is {self.engine!r}; it must be one of {', '.join([*Engine, *brought])}")
         if self.block_nbytes is not None and (self.block_nbytes <= 0 or not is_aligned(self.block_nbytes)):
             raise ValueError(f"block_nbytes is {self.block_nbytes}; it must be a positive multiple of 4096")
         if self.threads is not None and self.threads < 1:
@@ -131,7 +134,7 @@ def open_drive(
 
 def start_backend(
     folder: Path,
-    engine: Engine,
+    engine: Engine | CustomEngine,
     reason: str,
     *,
     options: StorageOptions,
@@ -161,7 +164,7 @@ def start_backend(
     return used
 
 
-def _make_backend(engine: Engine, tuning: Tuning, options: StorageOptions) -> Backend:
+def _make_backend(engine: Engine | CustomEngine, tuning: Tuning, options: StorageOptions) -> Backend:
     return make_backend(
         engine,
         threads=tuning.threads,
@@ -175,13 +178,13 @@ def _make_backend(engine: Engine, tuning: Tuning, options: StorageOptions) -> Ba
 class Tuning:
     """Engine, bytes of a block and number of them at a drive at the same time, and why."""
 
-    engine: Engine
+    engine: Engine | CustomEngine
     block_nbytes: int
     threads: int
     reason: str
 
 
-def choose_tuning(folder: Path, engine: Engine, options: StorageOptions) -> Tuning:
+def choose_tuning(folder: Path, engine: Engine | CustomEngine, options: StorageOptions) -> Tuning:
     """What is set, else what was measured of the drive, else the defaults.
 
     Args:

@@ -5,6 +5,7 @@ StorageError
 ├── CapacityError: SwapFullError, PoolExhaustedError
 ├── IntegrityError            checksum or generation mismatch, unreadable manifest
 ├── SwapInUseError            another live process owns this folder
+├── PluginError               which distribution, what of it cannot be used, why
 └── ClosedError
 
 An I/O error says what was done to which key, in which file, where, how much, and what the system answered.
@@ -115,6 +116,10 @@ class IntegrityError(_LocatedError):
     ) -> None:
         super().__init__(message, path=path, offset=offset, nbytes=nbytes, key=key)
         self.generation = generation
+
+
+class PluginError(StorageError):
+    """What another distribution brings (an entry point) is not there or cannot be used."""
 
 
 class SwapInUseError(StorageError):

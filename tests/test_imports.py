@@ -189,6 +189,20 @@ def test_settings_and_errors_are_loaded_without_torch(program: str) -> None:
     assert loaded_by(program, "torch") == []
 
 
+# What takes long to import, and what only some runs need.
+LATE = (
+    *("numba", "llvmlite", "rich", "typer", "plotly", "matplotlib", "transformers", "accelerate", "peft"),
+    *("pytorch_lightning", "prometheus_client", "tensorboard", "torch.distributed.tensor", "torch.testing"),
+    *("infinity.cli", "infinity.bench", "infinity.report", "infinity.doctor", "infinity.migration"),
+)
+
+
+def test_every_public_name_comes_without_what_only_some_runs_need() -> None:
+    uses = "; ".join(f"infinity.{name}" for name in infinity.__all__)
+    late = loaded_by(f"import torch, infinity; {uses}", *LATE)
+    assert [name for name in late if name not in loaded_by("import torch", *LATE)] == []
+
+
 def loaded_by(program: str, *packages: str) -> list[str]:
     """Which of the packages a fresh interpreter has loaded after a program."""
     report = f"import sys; print(*[name for name in {packages!r} if name in sys.modules])"

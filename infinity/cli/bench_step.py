@@ -231,7 +231,7 @@ def _kernel_s(runtime: Runtime) -> float:
 
 def _storage_options(nvme: NvmeConfig) -> StorageOptions:
     return StorageOptions(
-        engine=nvme.engine.value,
+        engine=str(nvme.engine),
         block_nbytes=nvme.block_nbytes,
         threads=nvme.threads,
         calibrate=nvme.calibrate.value,

@@ -17,7 +17,7 @@ from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
 from infinity.placement import make_placement
 from infinity.sizes import MIB, TIB
-from infinity.units import partition
+from infinity.wrap_policies import units_of
 from storage.align import align_up
 
 _UNLIMITED_NBYTES = 1024 * TIB
@@ -57,7 +57,7 @@ def minima_of(shape: GptShape, config: Config) -> Minima:
     threads = KernelThreads(1)
     try:
         kernel = kernel_for(config.precision, threads, config.optimizer, config.state_format)
-        specs = partition(model, resident_threshold_nbytes=config.resident_threshold, unit_classes=config.unit_classes)
+        specs = units_of(model, config)
         groups, units = make_groups(specs, config.precision, kernel, device)
         schedule = Schedule.SYNCHRONOUS if config.schedule is Schedule.AUTO else config.schedule
         placement = make_placement(

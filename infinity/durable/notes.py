@@ -212,7 +212,7 @@ def _refuse_other_groups(run: StoredRun, stored: Sequence[StoredGroup], now: Seq
     for one, other in zip(stored, now, strict=False):
         if one != other:
             raise CheckpointError(
-                f"the run in {run.path} belongs to another model or to other settings (unit_classes, "
+                f"the run in {run.path} belongs to another model or to other settings (unit_classes, wrap_policy, "
                 f"resident_threshold, frozen parameters): it has {_describe(one)} where this one has "
                 f"{_describe(other)}; build the model it was started with"
             )

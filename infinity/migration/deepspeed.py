@@ -18,6 +18,8 @@ from infinity.migration.report import Finding, Migration, Outcome
 _AUTO = "auto"
 _AUTO_TEXT = "Hugging Face's Trainer fills it in from its arguments; use those, see docs/huggingface.md"
 _ZERO = "zero_optimization"
+_OFF = (Outcome.UNNEEDED, "off")
+_FORMER = {"bfloat16": "bf16"}  # sections that had another name, which DeepSpeed still takes
 _PRECISION_KEYS = ("fp16.enabled", "bf16.enabled")
 _SCALE_KEYS = (
     *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
@@ -75,7 +77,11 @@ class _Translation:
     """One pass over the settings. `run` may be called once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._values = dict(_flat(settings))
+        both = [(old, new) for old, new in _FORMER.items() if old in settings and new in settings]
+        if both:
+            raise ConfigError("{} and {} are both given; they are two names of one section".format(*both[0]))
+        self._names = {_present_name(name): name for name, _ in _flat(settings)}  # as the file has them
+        self._values = {_present_name(name): value for name, value in _flat(settings)}
         self._findings: dict[str, Finding] = {}
         self._config: dict[str, Any] = {}
         self._optimizer_arguments: dict[str, Any] = {}
@@ -100,7 +106,7 @@ class _Translation:
 
     def _note(self, key: str, outcome: Outcome, text: str) -> None:
         if key in self._values:
-            self._findings[key] = Finding(key, self._values[key], outcome, text)
+            self._findings[key] = Finding(self._names[key], self._values[key], outcome, text)
 
     # Parts -----------------------------------------------------------------------------------------------------
 
@@ -109,13 +115,12 @@ class _Translation:
         if on["fp16.enabled"] and on["bf16.enabled"]:
             raise ConfigError("fp16.enabled and bf16.enabled are both true; DeepSpeed refuses that too. Turn one off")
         precision = Precision.FP32
-        if on["bf16.enabled"] or self._values.get("bf16.enabled") == _AUTO:
-            precision = Precision.BF16
-        elif on["fp16.enabled"] or self._values.get("fp16.enabled") == _AUTO:
-            precision = Precision.FP16
+        for key, chosen in (("fp16.enabled", Precision.FP16), ("bf16.enabled", Precision.BF16)):
+            if on[key] or (self._values.get(key) == _AUTO and not any(on.values())):
+                precision = chosen  # of two that the Trainer may choose, bf16
         self._config["precision"] = precision.value
         for key, kind in zip(_PRECISION_KEYS, ("fp16", "bf16"), strict=True):
-            if self._values.get(key) == _AUTO:
+            if self._values.get(key) == _AUTO and not any(on.values()):
                 self._note(key, Outcome.MAPPED, f"precision={precision.value!r} is assumed; {_AUTO_TEXT}")
             else:
                 self._note(key, Outcome.MAPPED, f"precision={precision.value!r}" if on[key] else f"{kind} is off")
@@ -271,6 +276,8 @@ class _Translation:
             # The documentation of transformers puts `aio` inside `zero_optimization`, where it has no effect.
             name = key.removeprefix(f"{_ZERO}.") if key.startswith(f"{_ZERO}.aio.") else key
             outcome = FIXED.get(name) or _below(name)
+            if outcome is not None and outcome[0] in (Outcome.UNSUPPORTED, Outcome.LOOP) and self._is_off(key):
+                outcome = _OFF
             if self._values[key] == _AUTO and (outcome is None or outcome[0] is Outcome.LOOP):
                 self._note(key, Outcome.LOOP, _AUTO_TEXT)
             elif outcome is not None:
@@ -281,6 +288,13 @@ class _Translation:
             self._note(key, Outcome.LOOP, _AUTO_TEXT if self._values[key] == _AUTO else "see scheduler.type")
 
     # Values ----------------------------------------------------------------------------------------------------
+
+    def _is_off(self, key: str) -> bool:
+        """Whether a setting, or the section that it lies in, is turned off."""
+        sections = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
+        return self._values[key] in (False, None) or any(
+            self._values.get(f"{section}.enabled") is False for section in sections
+        )
 
     def _flag(self, key: str) -> bool:
         value = self._values.get(key, False)
@@ -301,6 +315,11 @@ class _Translation:
         if not math.isfinite(number):
             raise ConfigError(f"{key} = {value!r}: DeepSpeed wants a number there")
         return number
+
+
+def _present_name(name: str) -> str:
+    section, dot, rest = name.partition(".")
+    return _FORMER.get(section, section) + dot + rest
 
 
 def _where(device: str) -> str:

@@ -26,6 +26,7 @@ _LEAF = (
 )
 _RECOMPUTED = "activations='recompute', or torch.utils.checkpoint in the model; both kinds of it work unchanged"
 _MONITOR = "infinity.observe.exporters.MetricsLog writes to it; see docs/metrics.md"
+_SEQUENCES = "sequence parallelism (Ulysses) belongs to the model's attention; ranks share data parallel work here"
 _PLANNED = "`infinity plan` predicts memory, traffic and step time before anything runs"
 
 FIXED: Mapping[str, tuple[Outcome, str]] = {
@@ -153,6 +154,23 @@ FIXED: Mapping[str, tuple[Outcome, str]] = {
     "tensor_parallel.*": (_UNSUPPORTED, "use torch.distributed.tensor.parallel"),
     "pipeline.*": (_UNSUPPORTED, "use torch.distributed.pipelining and offload the module of each stage"),
     "compile.*": (_LOOP, "torch.compile per unit"),
+    "sequence_parallel_size": (_UNSUPPORTED, _SEQUENCES),
+    "seq_parallel_communication_data_type": (_UNSUPPORTED, _SEQUENCES),
+    "data_types.*": (_BETTER, "gradients are accumulated and reduced in fp32"),
+    "fp32_allreduce": (_BETTER, "gradients are reduced in fp32"),
+    "disable_allgather": (_UNNEEDED, "new parameters are gathered unit by unit"),
+    "dataloader_drop_last": (_LOOP, "drop_last of your DataLoader"),
+    "timers.*": (_LOOP, _PHASES),
+    "monitor_config.*": (_LOOP, _MONITOR),
+    "nebula.*": (_UNNEEDED, "engine.save(..., wait=False) writes checkpoints behind training"),
+    "use_data_before_expert_parallelism": (_UNNEEDED, "every rank holds its part of every expert"),
+    "graph_harvesting": (_UNNEEDED, "updates run where the state lies, on the CPU"),
+    "hybrid_engine.*": (_UNNEEDED, "generate() works between steps, with the same units"),
+    "eigenvalue.*": (_UNSUPPORTED, "belongs to compression"),
+    "quantize_training.*": (_UNSUPPORTED, "quantised training changes the numbers"),
+    "weight_quantization.*": (_UNSUPPORTED, "quantised weights change the numbers"),
+    "progressive_layer_drop.*": (_LOOP, "drop layers in the model's forward; read-ahead follows"),
+    "sparse_attention.*": (_LOOP, "belongs to the model"),
     "seed": (_LOOP, "torch.manual_seed"),
     "zero_optimization.param_persistence_threshold": (_BETTER, _LIVE),
 }

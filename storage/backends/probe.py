@@ -15,6 +15,7 @@ from storage.align import PAGE_NBYTES
 from storage.backends.aio import AioBackend
 from storage.backends.base import Backend
 from storage.backends.buffered import BufferedBackend
+from storage.backends.custom import CustomEngine, load_engine
 from storage.backends.direct import DirectBackend
 from storage.backends.gds import gds_refusal
 from storage.backends.kernel_aio import why_not
@@ -133,11 +134,14 @@ def _try_page(fd: int) -> str | None:
     return None
 
 
-def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
+def choose_engine(folder: Path, wanted: str) -> tuple[Engine | CustomEngine, str]:
     """DIRECT, AIO or BUFFERED for the files of a folder of ours, and why. What its file system means is logged, once.
+
+    A name that is none of ours is one that another distribution brings.
 
     Raises:
         StorageError: `wanted` insists on "direct" or "aio" and the folder or the kernel cannot do it, or on "gds".
+        PluginError: nobody brings the engine that is wanted, or it cannot be used.
     """
     if wanted == Engine.GDS:
         raise gds_refusal(folder)
@@ -145,6 +149,11 @@ def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
     if note := capabilities.file_system.note:
         _log.warning("%s: %s", folder, note)
     problem = capabilities.direct_problem
+    if wanted not in list(Engine):
+        custom = load_engine(wanted)
+        if custom.opens_direct and problem is not None:
+            raise StorageError(f"engine {wanted!r} opens files with O_DIRECT, but in {folder} {problem}. Use 'auto'")
+        return custom, f"asked for, from {custom.origin}"
     if wanted == Engine.BUFFERED:
         return Engine.BUFFERED, "asked for"
     if wanted in (Engine.DIRECT, Engine.AIO):
@@ -158,15 +167,25 @@ def choose_engine(folder: Path, wanted: str) -> tuple[Engine, str]:
     return Engine.BUFFERED, problem or capabilities.buffered_reason or ""
 
 
-def make_backend(engine: Engine, *, threads: int, block_nbytes: int, **options: Unpack[QueueOptions]) -> Backend:
+def make_backend(
+    engine: Engine | CustomEngine, *, threads: int, block_nbytes: int, **options: Unpack[QueueOptions]
+) -> Backend:
     """A backend of a chosen kind, with `threads` blocks at the drive at a time.
 
     Args:
         options: see `QueueOptions`.
 
     Raises:
-        StorageError: the kernel has no room for so many asynchronous transfers.
+        StorageError: the kernel has no room for so many asynchronous transfers, or another distribution's backend
+            cannot be made.
     """
+    if isinstance(engine, CustomEngine):
+        return engine.make(
+            threads=threads,
+            block_nbytes=block_nbytes,
+            eio_retries=options.get("eio_retries", 0),
+            write_memory_nbytes=options.get("write_memory_nbytes"),
+        )
     if engine is Engine.AIO:
         try:
             return AioBackend(depth=threads, block_nbytes=block_nbytes, **options)

@@ -95,6 +95,13 @@ def saved(folder: Path, stack: ExitStack) -> Names:
     return names
 
 
+def training_saved(folder: Path, stack: ExitStack) -> Names:
+    """A checkpoint in run/step3, as the tutorial makes it."""
+    names = training(folder, stack)
+    names["engine"].save("run/step3", optimizer=names["optimizer"], extra={"step": 3})
+    return names
+
+
 def deepspeed(folder: Path, stack: ExitStack) -> Names:
     """A DeepSpeed file."""
     (folder / "ds_config.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
@@ -145,14 +152,29 @@ def huggingface_offloaded(folder: Path, stack: ExitStack) -> Names:
     return names | {"engine": engine, "tokenizer": range(80)}
 
 
+def lightning(folder: Path, stack: ExitStack) -> Names:
+    """A model class, and what the Trainer needs for a run without output."""
+    import pytorch_lightning
+
+    names = before_offload(folder, stack)
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return names | {
+        "pl": pytorch_lightning,
+        "loader": torch.utils.data.DataLoader(names["batches"], batch_size=None),
+        "settings": settings | {"default_root_dir": folder, "enable_checkpointing": False},
+    }
+
+
 SITUATIONS: dict[str, Situation] = {
     "before offload": before_offload,
     "training": training,
     "not offloaded": not_offloaded,
     "changing": changing,
     "saved": saved,
+    "training saved": training_saved,
     "deepspeed": deepspeed,
     "huggingface": huggingface,
     "huggingface offloaded": huggingface_offloaded,
     "huggingface training": huggingface_training,
+    "lightning": lightning,
 }

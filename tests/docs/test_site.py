@@ -39,6 +39,19 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert [url for url in loaded if "canonical" not in url] == []
 
 
+def test_the_api_lists_what_an_engine_does() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    listed = re.search(r"infinity\.engine\.Engine\n.*?members: \[(.*?)\]", text, re.DOTALL)
+    assert listed is not None
+    documented = {
+        name
+        for name, member in inspect.getmembers(infinity.Engine)
+        if not name.startswith("_") and (doc := inspect.getdoc(member)) and not doc.startswith("Called by")
+    }
+    internal = {"clip", "discard_gradients", "gradient_of", "has_module_parameter", "hold", "set_gradient"}
+    assert documented - internal == set(listed[1].replace(" ", "").replace("\n", "").split(","))
+
+
 def _errors() -> list[str]:
     return [
         name

@@ -78,9 +78,40 @@ def test_accelerate_loop(tmp_path: Path, swap: Path) -> None:
 
 def test_lora(tmp_path: Path, swap: Path) -> None:
     pytest.importorskip("peft", reason="needs the extra 'hf'")
-    script = (EXAMPLES / "lora.py", "--nvme", swap, "--steps", "4", "--save", "adapter")
-    assert len(losses(run(*script, folder=tmp_path))) == 4
+    script = (EXAMPLES / "lora.py", "--nvme", swap, "--steps", "6", "--save", "adapter", "--merged", "merged")
+    output = run(*script, folder=tmp_path)
+    assert len(losses(output)) == 6
+    before, after = (float(output.split(f"unseen answers {when}: ")[1].split()[0]) for when in ("before", "after"))
+    assert after < before
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    assert list(swap.iterdir()) == []
+
+
+def test_lora_over_a_base_of_ones_own(tmp_path: Path, swap: Path) -> None:
+    """The merged model of a first run is the base of a second one, with a tokenizer of its own."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'hf'")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra 'hf'")
+    script = (EXAMPLES / "lora.py", "--nvme", swap, "--steps", "1", "--accumulate", "1", "--length", "32")
+    run(*script, "--merged", "base", folder=tmp_path)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"Explain": 1, "the": 2, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "base")
+    output = run(*script, "--base", "base", "--save", "adapter", folder=tmp_path)
+    assert len(losses(output)) == 1
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+
+
+def test_lightning_trainer_trains_and_resumes(tmp_path: Path, swap: Path) -> None:
+    pytest.importorskip("pytorch_lightning", reason="needs the extra 'lightning'")
+    script = (EXAMPLES / "lightning_trainer.py", "--nvme", swap, "--output", "out")
+    first = run(*script, "--steps", "10", folder=tmp_path)
+    assert len(losses(first)) == 10
+    assert losses(first)[-1] < losses(first)[0]
+    second = run(*script, "--steps", "12", "--resume", folder=tmp_path)
+    assert len(losses(second)) == 2
+    assert "trained for 12 steps" in second
+    assert (tmp_path / "out" / "model-12" / "model.safetensors").is_file()
     assert list(swap.iterdir()) == []
 
 

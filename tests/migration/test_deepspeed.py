@@ -19,7 +19,9 @@ FP16 = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-SCHEDULE = {"type": "WarmupDecayLR", "params": dict.fromkeys(["warmup_min_lr", "warmup_max_lr"], "auto")}
+_WARMUP = ["warmup_min_lr", "warmup_max_lr", "warmup_num_steps"]
+WARMUP = {"type": "WarmupLR", "params": dict.fromkeys(_WARMUP, "auto")}
+SCHEDULE = {"type": "WarmupDecayLR", "params": dict.fromkeys([*_WARMUP, "total_num_steps"], "auto")}
 BATCHES = dict.fromkeys(["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"], "auto")
 SHARED = {"steps_per_print": 2000, "wall_clock_breakdown": False}
 STAGE2 = {
@@ -87,8 +89,69 @@ FILES: dict[str, dict[str, Any]] = {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 5}},
         **SHARED,
     },
-    "transformers documentation NVMe": {
+    "transformers tests stage 3, older": {
+        "bfloat16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(["lr", "betas", "eps", "weight_decay"], "auto")},
+        "scheduler": WARMUP,
+        "zero_optimization": STAGE3
+        | {"offload_optimizer": CPU, "offload_param": CPU, "stage3_gather_fp16_weights_on_model_save": True},
+        "gradient_accumulation_steps": "auto",
+        **BATCHES,
+        **SHARED,
+    },
+    "accelerate tests stage 2": {
+        "fp16": FP16 | {"enabled": "auto"},
         "bf16": {"enabled": "auto"},
+        "optimizer": TORCH_ADAMW,
+        "scheduler": WARMUP,
+        "zero_optimization": STAGE2 | {"offload_optimizer": CPU},
+        "gradient_accumulation_steps": 1,
+        **BATCHES,
+        **SHARED,
+    },
+    "accelerate tests stage 3, model only": {
+        "fp16": FP16 | {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": STAGE3 | {"offload_optimizer": CPU, "offload_param": CPU},
+        "train_batch_size": 1,
+    },
+    "accelerate long sequences": {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "seq_parallel_communication_data_type": "bf16",
+    },
+    "accelerate documentation ZeRO++": {
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "zero_quantized_weights": True,
+            "zero_hpz_partition_size": 8,
+            "zero_quantized_gradients": True,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+        },
+    },
+    "transformers documentation stage 1": {"zero_optimization": {"stage": 1}},
+    "transformers documentation stage 2": {
+        "zero_optimization": STAGE2 | {"offload_optimizer": CPU, "round_robin_gradients": True},
+        "fp16": {"enabled": False},
+        "amp": {"enabled": "auto", "opt_level": "auto"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"use_node_local_storage": True},
+    },
+    "transformers documentation NVMe": {
+        "fp16": FP16 | {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(["lr", "betas", "eps", "weight_decay"], "auto")},
+        "scheduler": WARMUP,
+        "gradient_accumulation_steps": "auto",
+        **BATCHES,
+        **SHARED,
         "zero_optimization": STAGE3
         | {"offload_optimizer": NVME | {"buffer_count": 4, "fast_init": False}}
         | {"offload_param": NVME | {"buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9}}
@@ -175,6 +238,29 @@ def test_nvme_paths_precision_and_stage_are_mapped() -> None:
     assert config.resident_threshold == 200_000
 
 
+def test_the_former_name_of_a_section_counts_and_is_shown() -> None:
+    migration = read_deepspeed({"bfloat16": {"enabled": True}})
+    assert migration.config.precision is infinity.Precision.BF16
+    assert [finding.key for finding in migration.findings] == ["bfloat16.enabled"]
+    with pytest.raises(infinity.ConfigError, match="bfloat16 and bf16 are both given"):
+        read_deepspeed({"bfloat16": {"enabled": True}, "bf16": {"enabled": True}})
+
+
+def test_what_is_turned_off_is_not_missed() -> None:
+    off = {
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "elasticity": {"enabled": False, "max_train_batch_size": 2000},
+        "sparse_gradients": False,
+        "wall_clock_breakdown": False,
+        "zero_optimization": {"zero_quantized_weights": False},
+    }
+    findings = read_deepspeed(off).findings
+    assert len(findings) == 7
+    assert {(finding.outcome, finding.text) for finding in findings} == {(Outcome.UNNEEDED, "off")}
+    on = read_deepspeed({"elasticity": {"enabled": True, "max_train_batch_size": 2000}}).findings
+    assert {finding.outcome for finding in on} == {Outcome.UNSUPPORTED}
+
+
 def test_state_format_and_activations_are_mapped() -> None:
     settings: dict[str, Any] = {
         "bf16": {"enabled": True, "bf16_optimizer_states": True},
@@ -193,7 +279,15 @@ def test_the_same_folder_for_both_is_one_drive() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "precision"),
-    [({}, "fp32"), ({"fp16": {"enabled": True}}, "fp16"), ({"bf16": {"enabled": True}}, "bf16")],
+    [
+        ({}, "fp32"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}, "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": True}}, "bf16"),
+        ({"fp16": {"enabled": "auto"}}, "fp16"),
+        ({"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}, "bf16"),
+    ],
 )
 def test_precision(settings: dict[str, Any], precision: str) -> None:
     assert silent(settings).precision.value == precision
