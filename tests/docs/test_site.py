@@ -74,6 +74,11 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == pages
 
 
+def test_every_page_was_merged() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
+    assert [path.name for path in pages if re.search(r"^(<<<<<<<|=======|>>>>>>>)( |$)", path.read_text(), re.M)] == []
+
+
 def test_every_benchmark_is_listed() -> None:
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     missing = [path.name for path in (ROOT / "benchmarks").glob("*.py") if f"`{path.name}`" not in text]
