@@ -1,15 +1,16 @@
 """The pictures of docs/how-it-works.md, made from the traces of real runs.
 
-    python benchmarks/pictures.py [--folder docs/pictures] [--preset tiny] [--steps 6]
+    python benchmarks/pictures.py [--folder docs/pictures] [--preset tiny] [--steps 30]
 
-Trains the preset once with every schedule shown, records it as `infinity train --record` does, and draws the last whole
-step of each: `schedules.svg` (what runs when) and `tiers.svg` (what the tiers hold meanwhile). It takes less than a
-minute and a few MiB; no network.
+Trains the preset once with every schedule shown, records it as `infinity train --record` does, and draws the shortest
+whole step of each, the one that other work on the machine disturbed least: `schedules.svg` (what runs when) and
+`tiers.svg` (what the tiers hold meanwhile). It takes less than a minute and a few MiB; no network.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -59,11 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=30)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        windows = [last_step(record_run(Path(scratch), name, given), name) for name in SCHEDULES]
+        windows = [shortest_step(record_run(Path(scratch), name, given), name) for name in SCHEDULES]
     (given.folder / "schedules.svg").write_text(draw_schedules(windows), encoding="utf-8")
     (given.folder / "tiers.svg").write_text(draw_tiers(windows[-1]), encoding="utf-8")
     print(f"wrote schedules.svg and tiers.svg to {given.folder}")
@@ -78,12 +79,12 @@ def record_run(scratch: Path, schedule: str, given: argparse.Namespace) -> RunRe
     return RunRecord.load(folder)
 
 
-def last_step(record: RunRecord, title: str) -> Window:
-    """What happened between the last two ends of `optimizer.step()`."""
+def shortest_step(record: RunRecord, title: str) -> Window:
+    """What happened between those two ends of `optimizer.step()` in a row that lie closest to each other."""
     ends = sorted(span["ts"] + span["dur"] for span in record.spans if span["cat"] == "step")
     if len(ends) < 2:
         raise SystemExit("the trace holds no whole step; train more of them")
-    begin, end = ends[-2:]
+    begin, end = min(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
     spans = []
     for span in record.spans:
         start, stop = max(span["ts"], begin), min(span["ts"] + span["dur"], end)

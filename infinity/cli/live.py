@@ -23,7 +23,7 @@ _N_LOSSES = 512  # of which the sparkline shows means
 _N_TIMED = 20  # steps that the time left is reckoned from
 _NARROW, _WIDE = 60, 100  # columns
 _TIERS = ("device", "host", "nvme")
-_STYLES = {"device": "cyan", "host": "blue", "nvme": "magenta"}
+_STYLES = {"device": "cyan", "host": "bright_blue", "nvme": "magenta"}
 
 
 @dataclass(frozen=True, slots=True)

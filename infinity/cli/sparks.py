@@ -22,7 +22,7 @@ class Glyphs:
     levels: str
 
 
-BLOCKS = Glyphs("█", "░", "▁▂▃▄▅▆▇█")
+BLOCKS = Glyphs("━", "─", "▁▂▃▄▅▆▇█")
 PLAIN = Glyphs("#", ".", "_.-=+*#")
 
 

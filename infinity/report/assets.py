@@ -25,7 +25,7 @@ nav a { text-decoration: none } nav a:hover { text-decoration: underline }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1rem 0 }
 dl div { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .75rem; background: var(--raised) }
 dt { color: var(--soft); font-size: .85rem } dd { margin: 0; font-size: 1.15rem; overflow-wrap: anywhere }
-figure { margin: 0; min-height: 20rem; border: 1px solid var(--line); border-radius: .5rem; overflow: hidden }
+figure { box-sizing: content-box; margin: 0; border: 1px solid var(--line); border-radius: .5rem; overflow: hidden }
 .notice { border: 1px solid var(--bad); border-radius: .5rem; background: var(--bad-paper); padding: .6rem .9rem;
           margin: 1rem 0; overflow-wrap: anywhere }
 .notice strong { color: var(--bad) } .notice p { color: var(--ink); white-space: pre-wrap; margin: .25rem 0 }
@@ -36,6 +36,7 @@ figure { margin: 0; min-height: 20rem; border: 1px solid var(--line); border-rad
 .scroll { overflow-x: auto } table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top }
 th { color: var(--soft); font-weight: 600; font-size: .85rem }
+td:first-child { white-space: nowrap }
 td.number, th.number { text-align: right; white-space: nowrap }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem; padding: .75rem; font-size: .85rem;
       background: var(--raised) }
@@ -53,9 +54,8 @@ function look(layout, width) {
   const result = Object.assign({}, layout, {
     paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', autosize: true, dragmode: 'pan',
     font: {color: ink, family: 'system-ui, sans-serif', size: width < 600 ? 10 : 12},
-    margin: {l: 60, r: 20, t: 20, b: 45}, hoverlabel: {namelength: -1},
+    margin: {l: 60, r: 20, t: 20, b: 60}, hoverlabel: {namelength: -1},
     legend: {orientation: 'h', x: 0, y: 1.02, yanchor: 'bottom'},
-    modebar: {bgcolor: 'rgba(0,0,0,0)', color: soft, activecolor: ink},
     shapes: (layout.shapes || []).map(
       one => Object.assign({}, one, {line: Object.assign({}, one.line, {color: soft, width: 1})})),
     annotations: (layout.annotations || []).map(

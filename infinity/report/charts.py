@@ -12,6 +12,7 @@ from infinity.report.record import RunRecord
 _MIB = 1 << 20
 _MOST_SPANS = 6000  # more make the page slow to zoom; the newest steps are shown
 _STALL_PREFIX, _STALL_SUFFIX = "stall/", "_s"
+_PLACE_CHARACTERS = 16
 _ROW_PX, _HELD_PX, _REST_PX = 26, 150, 150
 _NOT_SHOWN = ("use forward", "use backward")  # moments, not spans
 # Top to bottom: what computes, what it waits for, then along the way of the bytes.
@@ -146,11 +147,15 @@ def timeline(record: RunRecord) -> Any | None:
         )
         height_px += _HELD_PX
     figure.update_layout(barmode="overlay", xaxis_title="seconds", showlegend=True, height=height_px)
+    if (view := _last_steps(newest)) is not None:
+        figure.update_layout(xaxis={"range": [(at_us - origin) / 1e6 for at_us in view]})
     figure.update_layout(
         yaxis={
             "automargin": True,
             "categoryorder": "array",
             "categoryarray": list(reversed(tracks)),
+            "tickvals": tracks,
+            "ticktext": [_short(track) for track in tracks],
             "fixedrange": True,
         }
     )
@@ -163,6 +168,18 @@ def _outermost_first(spans: Sequence[dict[str, Any]]) -> list[str]:
     for span in spans:
         longest[span["cat"]] = max(longest.get(span["cat"], 0.0), span["dur"])
     return sorted(longest, key=lambda category: -longest[category])
+
+
+def _last_steps(spans: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Where the last two steps begin and end, in µs; None where there are no more."""
+    ends = sorted(span["ts"] + span["dur"] for span in spans if span["cat"] == "step")
+    return (ends[-3], ends[-1]) if len(ends) >= 3 else None
+
+
+def _short(track: str) -> str:
+    """A track's name that fits beside the figure: of a drive's folder the end."""
+    place, _, kind = track.rpartition(": ")
+    return f"{place if len(place) <= _PLACE_CHARACTERS else f'…{place[1 - _PLACE_CHARACTERS :]}'}: {kind}"
 
 
 def _add_held(figure: Any, record: RunRecord, held: Sequence[dict[str, Any]], origin_us: float) -> None:

@@ -13,10 +13,11 @@ from infinity.report.assets import SCRIPT, STYLE
 from infinity.report.record import RunRecord, RunState
 from infinity.report.tables import overview, prediction, settings, stalls, wear
 
-_CONFIG: dict[str, Any] = {"responsive": True, "displaylogo": False, "scrollZoom": True}
+_CONFIG: dict[str, Any] = {"responsive": True, "displayModeBar": False, "scrollZoom": True}
+_HEIGHT_PX = 320
 _KEYS = (
-    "Figures: drag to move, click and wheel to zoom; with the keyboard Tab to one, then ← → + −, 0 for all of it, "
-    "Esc to leave."
+    "Figures: drag to move, click and wheel to zoom, double-click for all of it; with the keyboard Tab to one, then "
+    "← → + −, 0 for all of it, Esc to leave."
 )
 
 
@@ -43,7 +44,7 @@ _FIGURES = (
         "timeline",
         "Timeline",
         charts.timeline,
-        "The newest steps, a row per track; below, what device and host memory held meanwhile.",
+        "The newest steps, a row per track, the last two in view; below, what device and host memory held meanwhile.",
         "No trace was recorded; run with --record.",
     ),
     _Section(
@@ -89,12 +90,17 @@ def page(record: RunRecord) -> str:
         if figure is None:
             parts.append(_titled(section.name, section.title, f"<p>{section.without}</p>"))
             continue
+        height_px = figure.layout.height or _HEIGHT_PX
         figures[f"figure-{section.name}"] = json.loads(figure.to_json()) | {"config": _CONFIG}
-        drawn = f'<figure id="figure-{section.name}" tabindex="0" role="group" aria-label="{section.title}"></figure>'
+        drawn = (
+            f'<figure id="figure-{section.name}" style="height:{height_px}px" tabindex="0" role="group" '
+            f'aria-label="{section.title}"></figure>'
+        )
         parts.append(_titled(section.name, section.title, f"<p>{section.caption}</p>{drawn}"))
     parts += [_titled(name, title, make(record)) for name, title, make in _TABLES]
     for made in figures.values():
         made["layout"].pop("template", None)
+        made["layout"].pop("height", None)  # the element's
     data = json.dumps(figures).replace("</", "<\\/")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

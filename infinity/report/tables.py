@@ -23,10 +23,10 @@ def overview(record: RunRecord) -> str:
     facts = [
         ("parameters", f"{run['model']['parameters']:,}"),
         ("state", format_nbytes(int(run["model"]["state_bytes"]))),
-        ("steps", f"{len(steps)}"),
+        ("steps", f"{len(steps):,}"),
         ("last loss", f"{losses[-1]:.4f}" if losses else "none"),
         ("median step", f"{sorted(steps)[len(steps) // 2]:.3f} s" if steps else "none"),
-        ("waited", f"{_waited_share(run):.0%} of the time" if steps else "none"),
+        ("waited, of the time", f"{_waited_share(run):.0%}" if steps else "none"),
         ("device budget", format_nbytes(int(run["budgets"]["device"]))),
         ("host budget", format_nbytes(int(run["budgets"]["host"]))),
     ]
@@ -62,7 +62,7 @@ def stalls(record: RunRecord) -> str:
     ]
     rest_row = (_key(SERIES[0]) + "everything else", *_seconds(rest, total_s), "")
     head = ("waited for", ("seconds", "number"), ("of all steps", "number"), "what removes it")
-    caption = f"<p>{len(run['step_seconds'])} steps, {total_s:.2f} s: the training thread's waits by cause.</p>"
+    caption = f"<p>{len(run['step_seconds']):,} steps, {total_s:,.2f} s: the training thread's waits by cause.</p>"
     return f'{caption}<div class="time" aria-hidden="true">{bar}</div>{_table(head, [*rows, rest_row])}'
 
 
@@ -116,7 +116,7 @@ def _waited_share(run: dict[str, Any]) -> float:
 
 
 def _seconds(share: float, total_s: float) -> tuple[Cell, Cell]:
-    return (f"{share * total_s:.3f} s", "number"), (f"{share:.1%}", "number")
+    return (f"{share * total_s:,.3f} s", "number"), (f"{share:.1%}", "number")
 
 
 def _key(colour: str) -> str:

@@ -98,12 +98,12 @@ def test_the_live_display_shows_progress_loss_tiers_drives_and_waits() -> None:
     lines = _shown(view, 120)
     assert lines[0].startswith("step 4/10 ")
     assert lines[0].endswith(" 40%  0:08 gone  0:12 left")
-    assert "█" in lines[0]
+    assert "━" in lines[0]
     assert lines[1].startswith("loss 3.5000 █")
     assert lines[1].endswith("▁  2.000 s/step  256 tokens/s  norm 0.750")
     assert [line.split()[0] for line in lines[2:5]] == ["device", "host", "nvme"]
     assert "1 MiB of 2 MiB, at most 2 MiB" in lines[2]
-    assert lines[3].count("█") == 40
+    assert lines[3].count("━") == 40
     assert "10 MiB of 40 MiB" in lines[4]
     assert lines[5] == "/mnt/nvme0  read 5 MiB/s  write 3 MiB/s"
     assert lines[6] == "waited 12% of the step (0.25 s): nvme read 0.25 s"

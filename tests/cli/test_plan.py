@@ -92,9 +92,7 @@ def test_stages_are_compared(tmp_path: Path) -> None:
 
 
 def test_a_sweep_gives_a_table_and_a_plot(tmp_path: Path) -> None:
-    report = plan_report(
-        tmp_path, *SMALL, "--sweep", "host-memory=6GiB..24GiB", "--html", str(tmp_path / "sweep.html")
-    )
+    report = plan_report(tmp_path, *SMALL, "--sweep", "host-memory=6GiB..24GiB", "--html", str(tmp_path / "sweep.html"))
     steps = [point["step_seconds"] for point in report["sweep"]["points"]]
     assert len(steps) == 3
     assert steps == sorted(steps, reverse=True)

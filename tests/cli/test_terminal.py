@@ -80,7 +80,7 @@ def test_where_nothing_can_be_drawn_anew_there_is_a_line_per_step(tmp_path: Path
 def test_without_colours_the_display_is_the_same_text(tmp_path: Path) -> None:
     with train(tmp_path, "--steps", "3", NO_COLOR="1") as terminal:
         assert terminal.read_to_end() == 0
-    assert "█" in terminal.output
+    assert "━" in terminal.output
     assert re.findall(r"\x1b\[[\d;]*3[0-7]m", terminal.output) == []
 
 

@@ -123,9 +123,7 @@ def test_trace_opens_in_a_browser(user_run: tuple[Path, str]) -> None:
         pytest.param(["budgets"], id="smallest budgets"),
     ],
 )
-def test_same_bits_as_plain_pytorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_same_bits_as_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     if arguments == ["budgets"]:
         least = minima_of(*_tiny())

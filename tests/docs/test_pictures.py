@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import infinity
-from benchmarks.pictures import draw_schedules, draw_tiers, last_step
+from benchmarks.pictures import draw_schedules, draw_tiers, shortest_step
 from infinity.report.palette import colour_of
 from infinity.report.record import RunRecord
 
@@ -24,16 +24,16 @@ def _span(category: str, start: float, duration: float) -> dict[str, Any]:
 
 
 def _record() -> RunRecord:
-    """Two steps of 100 µs; only the second one is to be seen."""
-    spans = [_span("forward", 10, 20), _span("step", 90, 10), _span("read", 95, 15)]
+    """Steps of 100 and 150 µs after the first; only the shorter one is to be seen."""
+    spans = [_span("forward", 10, 20), _span("step", 90, 10), _span("read", 95, 15), _span("step", 340, 10)]
     spans += [_span("forward", 110, 20), _span("backward", 140, 30), _span("write", 195, 50), _span("step", 190, 10)]
     held = [{"ts": at, "name": "host", "bytes": nbytes} for at, nbytes in ((5, 100), (60, 300), (150, 500))]
     run = {"budgets": {"host": 1000, "device": 1000}, "losses": [], "step_seconds": []}
     return RunRecord("run", run, [], spans, held)
 
 
-def test_a_picture_shows_the_last_whole_step() -> None:
-    window = last_step(_record(), "overlapped")
+def test_a_picture_shows_the_shortest_whole_step() -> None:
+    window = shortest_step(_record(), "overlapped")
     assert window.long_ms == pytest.approx(0.1)
     assert [category for category, _, _ in window.spans] == ["read", "forward", "backward", "write", "step"]
     assert window.spans[0][1:] == pytest.approx((0.0, 0.01))  # what began before is cut
@@ -41,7 +41,7 @@ def test_a_picture_shows_the_last_whole_step() -> None:
 
 
 def test_pictures_are_drawn_of_these_spans() -> None:
-    window = last_step(_record(), "overlapped")
+    window = shortest_step(_record(), "overlapped")
     schedules = ET.fromstring(draw_schedules([window, window]))
     groups = [group for group in schedules.iter(f"{_SVG}g") if group.get("fill") == colour_of("backward")]
     assert [len(list(group)) for group in groups] == [1, 1]

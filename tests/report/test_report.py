@@ -320,3 +320,37 @@ def test_keys_move_a_figure_that_has_the_focus(tmp_path: Path) -> None:
     drawn, console = browse(tmp_path, page(record_of(20)), script=press)
     assert console == []
     assert "<title>moved</title>" in drawn
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_wheel_scrolls_the_page_until_a_figure_has_the_focus(tmp_path: Path) -> None:
+    turn = """
+    const figure = document.getElementById('figure-losses');
+    const wide = () => { const [from, to] = figure._fullLayout.xaxis.range; return to - from; };
+    const turn = () => figure.querySelector('.nsewdrag').dispatchEvent(
+      new WheelEvent('wheel', {deltaY: -300, clientX: 300, clientY: 300, bubbles: true, cancelable: true}));
+    const before = wide();
+    turn();
+    setTimeout(() => {
+      const without = wide();
+      figure.focus();
+      turn();
+      setTimeout(() => { document.title = without === before && wide() < before ? 'zoomed' : 'wrong'; }, 1000);
+    }, 1000);
+    """
+    drawn, console = browse(tmp_path, page(record_of(20)), script=turn)
+    assert console == []
+    assert "<title>zoomed</title>" in drawn
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_browser_shows_a_failed_run_without_an_error(tmp_path: Path) -> None:
+    error = {"type": "SwapFullError", "message": "SwapFullError: no room", "report": "residency:\n  blocks.0: clean"}
+    html = page(unfinished(tmp_path, 3, state="failed", error=error))
+    drawn, console = browse(tmp_path, html)
+    assert console == []
+    assert drawn.count('class="main-svg"') >= html.count("<figure")
