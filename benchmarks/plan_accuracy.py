@@ -1,11 +1,14 @@
-"""Predicted against measured step times, from a calibration made before the runs.
+"""Predicted against measured step times, from calibrations made before the runs.
 
-For each model size one run on the unthrottled drive gives the seconds of the training thread and of the kernels. Then
-every schedule runs on one and two throttled drives of two speeds; its step is predicted before it starts, from that
-calibration and the speeds of the throttle, by the simulated scheduler. On the drive as it is, every schedule is
-predicted from the calibration alone. Real files, real threads. The machine has to be quiet.
+Per model size the benchmark goes round by round: first a run on the drive as it is, with the schedule synchronous, from
+which everything is fitted (seconds of the training thread, of kernels and hand-overs, rates of the drive); then every
+schedule, each predicted before it starts. So a slow minute of the machine meets calibrations and runs alike, and the
+error of a case is the median of its rounds. Then every schedule runs on one and two throttled drives of two speeds,
+predicted from the last calibration and the speeds of the throttle. Real files, real threads. Torch and the optimizer
+compute with one thread each: a training run on a GPU does not compute with the cores that move its bytes either. The
+machine has to be quiet.
 
-    python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--drives real,throttled]
+    python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--rounds N] [--drives real,throttled]
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +32,15 @@ from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.plan.drives import DriveModel
 from infinity.plan.observed import Calibration, RunObserver, scenario_of_run, with_drives
+from infinity.plan.phases import median_step_s
 from infinity.plan.simulate import simulate
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
 
-SHAPES = (GptShape(8, 160, 4, 64), GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64))
+SHAPES = (GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64), GptShape(12, 512, 8, 64))
 SCHEDULES = ("synchronous", "overlapped", "deferred")
-RATES = ((60e6, 40e6), (200e6, 130e6))  # throttles: read and write, bytes/s of one drive
+RATES = ((150e6, 100e6), (300e6, 200e6))  # throttles: read and write, bytes/s of one drive
+_THROTTLED_STEPS = 5  # the throttle gives their time, so they are alike
 _DEVICE_BUDGET, _HOST_SHARE = "32MiB", 0.35  # of the state in host memory
 
 
@@ -45,6 +51,7 @@ def opened(shape: GptShape, schedule: str, folders: list[Path], throttle: Thrott
     torch.manual_seed(0)
     config = infinity.Config(
         schedule=schedule,
+        optimizer_threads=1,
         device={"kind": "cpu", "budget": _DEVICE_BUDGET},
         host={"budget": int(shape.parameters * 12 * _HOST_SHARE) + (12 << 20)},
         nvme={"paths": folders},
@@ -76,62 +83,83 @@ def calibrate(shape: GptShape, root: Path, steps: int) -> Calibration:
         return observer.calibrate(observer.moments[1:])
 
 
-def compare(
-    shape: GptShape,
-    calibration: Calibration,
-    schedule: str,
-    rates: tuple[float, float] | None,
-    folders: list[Path],
-    steps: int,
-) -> dict[str, Any]:
-    """One run: predicted before it starts, then measured without its first two steps. `rates` are a throttle's."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What runs: a model with a schedule on so many drives, which are throttled to read and write so fast."""
+
+    shape: GptShape
+    schedule: str
+    drives: int
+    rates: tuple[float, float] | None
+
+
+def measure(case: Case, calibration: Calibration, root: Path, steps: int) -> tuple[float, float]:
+    """Seconds of a step, as predicted before the run starts, and as measured without its first two steps."""
     throttle, expected = None, calibration
-    if rates is not None:
-        throttle = Throttle(*rates)
-        models = [DriveModel(*rates, latency_s=0.0, duplex=1.0)] * len(folders)
+    if case.rates is not None:
+        throttle = Throttle(*case.rates)
+        models = [DriveModel(*case.rates, latency_s=0.0, duplex=1.0)] * case.drives
         expected = with_drives(calibration, models)
-    with opened(shape, schedule, folders, throttle) as engine:
+    folders = [root / f"drive{number}" for number in range(case.drives)]
+    with opened(case.shape, case.schedule, folders, throttle) as engine:
         scenario = scenario_of_run(engine._runtime, expected, micro_batches=1, recompute=False)
         predicted_s = simulate(scenario).step_s
-        moments = run(engine, steps).moments[2:]
-    measured_s = (moments[-1].at_s - moments[0].at_s) / (len(moments) - 1)
+        return predicted_s, median_step_s(run(engine, steps).moments[2:])
+
+
+def row_of(case: Case, pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    """The result of a case: medians over its rounds."""
     row = {
-        "parameters": shape.parameters,
-        "schedule": schedule,
-        "drives": len(folders),
-        "throttle_bytes_per_s": rates,
-        "predicted_s": round(predicted_s, 4),
-        "measured_s": round(measured_s, 4),
-        "error": round(predicted_s / measured_s - 1, 4),
+        "parameters": case.shape.parameters,
+        "schedule": case.schedule,
+        "drives": case.drives,
+        "throttle_bytes_per_s": case.rates,
+        "predicted_s": round(statistics.median(predicted_s for predicted_s, _ in pairs), 4),
+        "measured_s": round(statistics.median(measured_s for _, measured_s in pairs), 4),
+        "error": round(statistics.median(predicted_s / measured_s - 1 for predicted_s, measured_s in pairs), 4),
+        "errors": [round(predicted_s / measured_s - 1, 4) for predicted_s, measured_s in pairs],
     }
     print(json.dumps(row), flush=True)
     return row
+
+
+def rows_of(shape: GptShape, kinds: set[str], root: Path, steps: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Every case of one model size."""
+    real = [Case(shape, schedule, 1, None) for schedule in SCHEDULES] if "real" in kinds else []
+    found: dict[Case, list[tuple[float, float]]] = {case: [] for case in real}
+    for _ in range(rounds if real else 1):
+        calibration = calibrate(shape, root, steps)
+        for case in real:
+            found[case].append(measure(case, calibration, root, steps))
+    yield from (row_of(case, pairs) for case, pairs in found.items())
+    if "throttled" in kinds:
+        for schedule in SCHEDULES:
+            for rates in RATES:
+                for count in (1, 2):
+                    case = Case(shape, schedule, count, rates)
+                    yield row_of(case, [measure(case, calibration, root, _THROTTLED_STEPS)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="of a run on the drive as it is")
+    parser.add_argument("--rounds", type=int, default=3, help="calibrations, each followed by a run of every schedule")
     parser.add_argument("--drives", default="real,throttled", help="which of them; both by default")
     options = parser.parse_args()
     kinds = set(options.drives.split(","))
     if not kinds <= {"real", "throttled"}:
         parser.error(f"--drives {options.drives}: allowed: real, throttled, or both with a comma between")
-    cases: list[tuple[tuple[float, float] | None, int]] = [(None, 1)] if "real" in kinds else []
-    cases += [(rates, count) for rates in RATES for count in (1, 2)] if "throttled" in kinds else []
+    torch.set_num_threads(1)
     started_s = time.perf_counter()
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         root = Path(name)
-        folders = [root / f"drive{number}" for number in range(2)]
-        for folder in folders:
-            folder.mkdir()
+        for number in range(2):
+            (root / f"drive{number}").mkdir()
         for shape in SHAPES:
-            calibration = calibrate(shape, root, options.steps)
-            for schedule in SCHEDULES:
-                for rates, count in cases:
-                    rows.append(compare(shape, calibration, schedule, rates, folders[:count], options.steps))
+            rows += rows_of(shape, kinds, root, options.steps, options.rounds)
     errors = [abs(row["error"]) for row in rows]
     result = {
         "machine": describe_machine(),

@@ -48,9 +48,9 @@ class PlanOptions(shared.LoopOptions):
     device_memory: Annotated[
         str | None, typer.Option(help='Of a GPU, instead of the table\'s, such as "24GiB".', rich_help_panel=_HARDWARE)
     ] = None
-    host_memory: Annotated[
-        str | None, typer.Option(help='Of a node, such as "128GiB".', rich_help_panel=_HARDWARE)
-    ] = None
+    host_memory: Annotated[str | None, typer.Option(help='Of a node, such as "128GiB".', rich_help_panel=_HARDWARE)] = (
+        None
+    )
     drive: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -68,7 +68,11 @@ class PlanOptions(shared.LoopOptions):
         typer.Option(help="Host memory bandwidth of a node, GB/s, such as 80.", rich_help_panel=_HARDWARE),
     ] = None
     link: Annotated[
-        float | None, typer.Option(help="Host link of a GPU, GB/s each way, such as 25.", rich_help_panel=_HARDWARE)
+        str | None,
+        typer.Option(
+            help="Host link of a GPU: what a copy reaches each way in GB/s, such as 25, or a name such as pcie4-x8.",
+            rich_help_panel=_HARDWARE,
+        ),
     ] = None
     network: Annotated[
         float | None, typer.Option(help="Network of a node, GB/s each way, such as 50.", rich_help_panel=_HARDWARE)

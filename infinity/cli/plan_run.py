@@ -28,7 +28,7 @@ from infinity.errors import ConfigError, PlacementError
 from infinity.models.gpt import GptShape
 from infinity.plan import advice as advise
 from infinity.plan.calibration import CalibrationFile
-from infinity.plan.hardware import CPU, Hardware, effective_link, from_bench, gpu_named, parse_drives
+from infinity.plan.hardware import CPU, Hardware, effective_link, from_bench, gpu_named, parse_drives, parse_link
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
 from infinity.plan.report import change_json, plan_json, stages_json, sweep_json
@@ -145,7 +145,7 @@ def _hardware(options: PlanOptions) -> Hardware:
         hardware = replace(hardware, gpu=replace(hardware.gpu, memory_nbytes=memory_nbytes))
     changes: dict[str, Any] = {
         "dram_bytes_per_s": _rate("--dram", options.dram),
-        "link_bytes_per_s": _rate("--link", options.link),
+        "link_bytes_per_s": None if options.link is None else parse_link(options.link),
         "network_bytes_per_s": _rate("--network", options.network),
         "efficiency": options.efficiency,
         "host_memory_nbytes": None if options.host_memory is None else _size("--host-memory", options.host_memory),

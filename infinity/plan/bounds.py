@@ -1,6 +1,6 @@
 """Lower bounds: what every resource of one rank needs for a step if it never waits for another one.
 
-No schedule can be faster than the slowest resource. Formulas: PLANNING section 2.4.
+No schedule can be faster than the slowest resource: what it has to move or compute in a step, over its rate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def lower_bounds(scenario: Scenario) -> dict[str, float]:
     if speeds.is_async:
         bounds |= {"host to device": h2d_s, "device to host": d2h_s}
     else:  # the training thread copies by itself
-        bounds["compute"] += h2d_s + d2h_s + _dispatch_s(scenario, len(streamed), passes)
+        bounds["compute"] += h2d_s + d2h_s
     read, write = moved_nbytes(scenario_traffic(scenario))
     bounds["nvme"] = nvme_s(scenario, read, write)
     elements = sum(g.layout.payload_numel for g in scenario.groups if g.trainable)
@@ -66,8 +66,8 @@ def element_s(scenario: Scenario) -> float:
     """Seconds of the optimizer for one element: its kernel's, or those of the host memory that the update shares.
 
     An update takes its own bytes from host memory, and what drives and links move for it in the meantime: its state,
-    the new parameter, and one gradient and its parameter on the way to the device and back (PLANNING section 2.2). The
-    sum does not depend on how fast these are, so a faster drive never makes the optimizer slower.
+    the new parameter, and one gradient and its parameter on the way to the device and back. The sum does
+    not depend on how fast these are, so a faster drive never makes the optimizer slower.
     """
     speeds = scenario.speeds
     trained = [group for group in scenario.groups if group.trainable]
@@ -91,8 +91,3 @@ def nvme_s(scenario: Scenario, read_nbytes: int, write_nbytes: int) -> float:
         drive.seconds(read_nbytes * speed / total, write_nbytes * speed / total)
         for drive, speed in zip(scenario.drives, speeds, strict=True)
     )
-
-
-def _dispatch_s(scenario: Scenario, n_streamed: int, passes: int) -> float:
-    trained = sum(group.trainable for group in scenario.groups)
-    return scenario.speeds.dispatch_s * (passes * n_streamed + scenario.micro_batches * trained)

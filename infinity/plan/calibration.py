@@ -78,7 +78,10 @@ class Residual:
 
 @dataclass(frozen=True, slots=True)
 class MachineCalibration:
-    """A calibrated machine. `machine` and `versions` say which it was, and of what software; `made` is in UTC."""
+    """A calibrated machine. `machine` and `versions` say which it was, and of what software; `made` is in UTC.
+
+    `hand_over_s` and `kernel_loss` are those of `infinity.plan.scenario.Speeds`, in a run.
+    """
 
     machine: dict[str, Any]
     made: str
@@ -89,6 +92,8 @@ class MachineCalibration:
     alone: Alone
     corrections: Corrections
     residuals: tuple[Residual, ...]
+    hand_over_s: float = 0.0
+    kernel_loss: float = 0.0
 
     def hardware(self) -> Hardware:
         """This machine for the planner, as it is in a run."""
@@ -108,6 +113,8 @@ class MachineCalibration:
             host_memory_nbytes=int(self.machine["memory_bytes"]),
             efficiency=1.0,
             unit_s=alone.unit_s * factors.compute,
+            hand_over_s=self.hand_over_s,
+            kernel_loss=self.kernel_loss,
             link_bytes_per_s=alone.link_bytes_per_s,
             dram_bytes_per_s=2 * alone.copy_bytes_per_s,
             optimizer_s=alone.optimizer_s * factors.optimizer,

@@ -175,9 +175,10 @@ class SimulatedDrives(SimulatedIo):
     Args:
         drives: one model per drive; drives alike are simulated once.
         keep_log: whether every transfer is noted in `log`.
+        hand_over_s: from the end of a transfer until those who wait for it know; the drive goes on meanwhile.
     """
 
-    def __init__(self, drives: Sequence[DriveModel], *, keep_log: bool = False) -> None:
+    def __init__(self, drives: Sequence[DriveModel], *, keep_log: bool = False, hand_over_s: float = 0.0) -> None:
         super().__init__()
         counts = Counter(drives)
         self.servers = [DriveServer(model.times(count)) for model, count in counts.items()]
@@ -185,6 +186,7 @@ class SimulatedDrives(SimulatedIo):
         self._shares = [speed / sum(speeds) for speed in speeds]
         self._latency_s = max((model.latency_s for model in drives), default=0.0)
         self._keep_log = keep_log
+        self._hand_over_s = hand_over_s
         self._started_s: dict[Operation, float] = {}
         self.log: list[Moved] = []
         self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
@@ -209,7 +211,7 @@ class SimulatedDrives(SimulatedIo):
             left -= 1
             if not left:
                 self._note(operation)
-                self._finish(operation)
+                asyncio.get_running_loop().call_later(self._hand_over_s, self._finish, operation)
 
         for server, share in zip(self.servers, self._shares, strict=True):
             server.submit(operation.op, nbytes * share, int(operation.priority), ended)

@@ -52,7 +52,6 @@ class GradientFlow:
     async def harvest(self, group: FlatGroup) -> None:
         """A backward has made it."""
         machinery = self._machinery
-        await self._time.spend(self._scenario.speeds.dispatch_s, "engine")
         if group.index in self._scenario.placement.chunked:
             await self._take_down_in_chunks(group)
             return

@@ -39,22 +39,31 @@ class Gpu:
     source: str
 
 
-_PCIE3, _PCIE4, _PCIE5 = 15.75 * GB, 31.5 * GB, 63.0 * GB  # x16, one direction, after 128b/130b (PCI-SIG)
+LINKS: dict[str, float] = {
+    "pcie3-x16": 15.75 * GB,
+    "pcie4-x8": 15.75 * GB,
+    "pcie4-x16": 31.5 * GB,
+    "pcie5-x8": 31.5 * GB,
+    "pcie5-x16": 63.0 * GB,
+}
+"""Raw rates in one direction. Source: PCI-SIG, 8, 16 and 32 GT/s a lane with 128 of 130 bits for data."""
+
+_PCIE4, _PCIE5 = LINKS["pcie4-x16"], LINKS["pcie5-x16"]
 _LINK_EFFICIENCY = 0.8  # of the raw rate: packet headers and flow control, as large pinned copies reach it
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("rtx3090", 24 * GIB, 71e12, _PCIE4, None, "NVIDIA Ampere GA102 whitepaper, table 9"),
+        Gpu("rtx3090", 24 * GIB, 71e12, _PCIE4, None, "NVIDIA Ampere GA102 whitepaper, appendix A"),
         Gpu("rtx4090", 24 * GIB, 165.2e12, _PCIE4, None, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
         Gpu("rtx5090", 32 * GIB, 209.5e12, _PCIE5, None, "NVIDIA: 838 with sparsity and fp16 accumulation, a quarter"),
-        Gpu("a6000", 48 * GIB, 154.8e12, _PCIE4, None, "10752 cores x 1.8 GHz x 8 dense operations (GA102)"),
-        Gpu("l40s", 48 * GIB, 366e12, _PCIE4, None, "NVIDIA L40S datasheet, half of the sparse 733"),
+        Gpu("a6000", 48 * GIB, 154.8e12, _PCIE4, None, "10752 cores at 1.8 GHz; the A40's datasheet: 149.7 at 1.74"),
+        Gpu("l40s", 48 * GIB, 362.05e12, _PCIE4, None, "NVIDIA L40S datasheet, without sparsity"),
         Gpu("a100-40g", 40 * GIB, 312e12, _PCIE4, 300 * GB, "NVIDIA A100 datasheet"),
         Gpu("a100-80g", 80 * GIB, 312e12, _PCIE4, 300 * GB, "NVIDIA A100 datasheet"),
         Gpu("h100", 80 * GIB, 989.4e12, _PCIE5, 450 * GB, "NVIDIA H100 SXM datasheet, without sparsity"),
         Gpu("h200", 141 * 10**9, 989.4e12, _PCIE5, 450 * GB, "NVIDIA H200 SXM datasheet, without sparsity"),
-        Gpu("b200", 192 * 10**9, 2250e12, _PCIE5, 900 * GB, "NVIDIA HGX B200 at 1000 W, without sparsity"),
+        Gpu("b200", 180 * 10**9, 2250e12, _PCIE5, 900 * GB, "NVIDIA HGX B200 at 1000 W, without sparsity"),
     )
 }
 
@@ -105,6 +114,7 @@ class Hardware:
         optimizer_s: seconds the optimizer of one rank needs for one parameter, host memory aside.
         has_gpu: whether copies run beside the computation.
         unit_s: overhead of each pass through a unit.
+        hand_over_s, kernel_loss: see `infinity.plan.scenario.Speeds`.
         notes: how its figures came about, in words.
     """
 
@@ -120,6 +130,8 @@ class Hardware:
     optimizer_s: float = 1 / 2e9
     has_gpu: bool = True
     unit_s: float = 0.0
+    hand_over_s: float = 0.0
+    kernel_loss: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -154,6 +166,21 @@ def gpu_named(name: str) -> Gpu:
 def effective_link(gpu: Gpu) -> float:
     """Bytes/s of a large pinned copy between host and this GPU."""
     return gpu.link_bytes_per_s * _LINK_EFFICIENCY
+
+
+def parse_link(text: str) -> float:
+    """Bytes/s of a large pinned copy, from a rate in GB/s or the name of a link.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    try:
+        rate = float(text)
+    except ValueError:
+        return look_up("--link", text, LINKS, allowed="GB/s such as 25, or ") * _LINK_EFFICIENCY
+    if not 0 < rate < float("inf"):
+        raise ConfigError(f"--link {text}: it must be greater than 0")
+    return rate * GB
 
 
 _COUNT = re.compile(r"(?:(\d+)x)?(.+)")
@@ -196,7 +223,7 @@ def _one_drive(text: str, whole: str) -> Drive:
 
 
 def from_bench(path: Path, base: Hardware) -> Hardware:
-    """`base` with what `infinity bench tier --json` measured: drives, optimizer and memory.
+    """`base` with what `infinity bench tier --json` measured: drives, optimizer, link and memory.
 
     Raises:
         ConfigError: the file cannot be read or is not such a report.
@@ -204,18 +231,30 @@ def from_bench(path: Path, base: Hardware) -> Hardware:
     report = read_json("--bench", path)
     if not isinstance(report, Mapping) or "jobs" not in report:
         raise ConfigError(f"--bench {path}: this is not what `infinity bench tier --json` writes")
+    try:
+        return replace(base, **_measured(report))
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"--bench {path}: not as `infinity bench tier --json` writes it ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `Hardware` that a bench report tells. Of the rates of one name, the last one has all threads."""
     changes: dict[str, Any] = {}
     for rate in (report.get("memory") or {}).get("rates", []):
         value = float((rate.get("beside_disk") or rate["alone"])["median"])
-        if rate["name"] == "AdamW bf16":  # the last one has all threads
+        if rate["name"] == "AdamW bf16":
             changes["optimizer_s"] = 1.0 / value
         elif rate["name"] == "host to device":
             changes["link_bytes_per_s"] = value
+        elif rate["name"] == "host memory copy":
+            changes["dram_bytes_per_s"] = 2 * value  # each byte is read and written
     if drives := _bench_drives(report["jobs"]):
         changes["drives"] = drives
     if "machine" in report:
         changes["host_memory_nbytes"] = int(report["machine"]["memory_bytes"])
-    return replace(base, **changes)
+    return changes
 
 
 def _bench_drives(jobs: Sequence[Mapping[str, Any]]) -> tuple[Drive, ...]:

@@ -42,7 +42,6 @@ class _Kernel:
         self.moments = ()
         self.completes_master = self.param_dtype is not torch.float32
         self._loop = loop
-        self._speeds = scenario.speeds
         self._element_s = element_s(scenario)
 
     def warm_up(self) -> None:
@@ -70,7 +69,7 @@ class _Kernel:
         grad_scale: torch.Tensor | None,
     ) -> None:
         numel = sum(piece.stop - piece.start for piece in pieces)
-        self._loop.charge(self._speeds.chunk_s + numel * self._element_s)
+        self._loop.charge(numel * self._element_s)
 
 
 class Machinery:
@@ -83,7 +82,7 @@ class Machinery:
         self.loop = loop
         self._scenario = scenario = scenario.coarse()
         placement, speeds = scenario.placement, scenario.speeds
-        self.store = SimulatedDrives(scenario.drives, keep_log=True)
+        self.store = SimulatedDrives(scenario.drives, keep_log=True, hand_over_s=speeds.hand_over_s)
         self.pool = HostPool(_UNLIMITED_NBYTES, map_memory=SparseMemory().map)
         self.window = TierBudget("window", placement.window_nbytes)
         self.gradients = TierBudget("gradients", placement.gradients_nbytes)

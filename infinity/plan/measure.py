@@ -73,7 +73,7 @@ def calibrate_machine(directories: Sequence[Path], progress: Progress) -> Machin
         link_bytes_per_s=_link(report),
         drives=drives,
     )
-    corrections, residuals = _run_all(directories, alone, progress)
+    fitted, residuals = _run_all(directories, progress)
     has_gpu = torch.cuda.is_available()
     return MachineCalibration(
         machine=describe_machine(),
@@ -83,8 +83,10 @@ def calibrate_machine(directories: Sequence[Path], progress: Progress) -> Machin
         has_gpu=has_gpu,
         device_memory_nbytes=_device_memory_nbytes(),
         alone=alone,
-        corrections=corrections,
+        corrections=corrections_from(alone, fitted),
         residuals=tuple(residuals),
+        hand_over_s=fitted.hand_over_s,
+        kernel_loss=fitted.kernel_loss,
     )
 
 
@@ -150,30 +152,24 @@ def _plan_of(shape: GptShape) -> ModelPlan:
 # Runs ---------------------------------------------------------------------------------------------------------------
 
 
-def _run_all(
-    directories: Sequence[Path], alone: Alone, progress: Progress
-) -> tuple[Corrections, list[Residual]]:
+def _run_all(directories: Sequence[Path], progress: Progress) -> tuple[Calibration, list[Residual]]:
     """Fit to the first schedule, predict every other."""
     fitted: Calibration | None = None
     residuals = []
     for schedule in _SCHEDULES:
         progress(f"training, {schedule.value}")
         with _engine(directories, schedule) as engine:
-            predicted_s = None
-            if fitted is not None:
-                predicted_s = _predict(engine, fitted)
+            predicted_s = None if fitted is None else _predict(engine, fitted)
             observer = _train(engine)
-            moments = observer.moments[2:]
-            seen = observer.calibrate(moments)
-            if fitted is None:
-                fitted = seen
-            if predicted_s is None:
-                predicted_s = _predict(engine, fitted)
-        kind = "fitted to" if seen is fitted else "predicted before it ran"
+            seen = observer.calibrate(observer.moments[2:])
+            if fitted is None or predicted_s is None:
+                fitted, predicted_s, kind = seen, _predict(engine, seen), "fitted to"
+            else:
+                kind = "predicted before it ran"
         residuals.append(Residual(f"{schedule.value}, {kind}", predicted_s, seen.measured_s, now()))
     if fitted is None:
         raise ValueError("no schedule to run")
-    return corrections_from(alone, fitted), residuals
+    return fitted, residuals
 
 
 def corrections_from(alone: Alone, seen: Calibration) -> Corrections:

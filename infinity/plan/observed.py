@@ -1,8 +1,9 @@
 """What the first steps of a run tell about the machine, and what the simulator makes of the rest.
 
 A calibration is fitted to measured phases: seconds in which the training thread worked, seconds of the optimizer's
-kernels, bytes of every drive and the time in which it moved them. Nothing is assumed about the hardware. What the model
-of the run still gets wrong on the steps it was fitted to is kept as a residual and shown, not hidden in a factor.
+kernels and of hand-overs between threads, bytes of every drive and the time in which it moved them. Nothing is assumed
+about the hardware. What the model of the run still gets wrong on the steps it was fitted to is kept as a residual and
+shown, not hidden in a factor.
 """
 
 from __future__ import annotations
@@ -12,35 +13,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.groups import FlatGroup, Unit
 from infinity.optim.hyper import StateField
+from infinity.optim.kernel_threads import usable_cores
 from infinity.placement import Placement
 from infinity.plan.drives import DriveModel
+from infinity.plan.phases import (
+    INSTANT_BYTES_PER_S,
+    Moment,
+    fit_drives,
+    fit_hand_over_s,
+    fit_kernel_s,
+    fit_thread_s,
+    median_step_s,
+)
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
 from infinity.plan.simulate import simulate
 from infinity.runtime import Runtime
 
 _MOST_CALIBRATION_STEPS = 5
-_INSTANT_BYTES_PER_S = 1e18  # copies by the training thread are in its working time already
-_LEAST_BUSY_S = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """Counters of a run at the end of a step. Times in seconds on `time.perf_counter`'s clock.
-
-    Attributes:
-        stalled_s: what the training thread has waited so far.
-        drives: per drive and direction (read, then write): bytes moved, and time in which something was in flight.
-        paused_s: what lay between steps on purpose so far.
-    """
-
-    at_s: float
-    stalled_s: float
-    drives: tuple[tuple[tuple[int, float], tuple[int, float]], ...]
-    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +42,14 @@ class Calibration:
     """What was fitted.
 
     Attributes:
-        thread_s: seconds of a step in which the training thread worked: computing, copying, overhead.
+        thread_s: seconds of a step in which the training thread worked: computing, copying, overhead. Without what it
+            lost to kernels that ran beside it.
         kernel_s: seconds of the optimizer for one element, chunk overheads included.
         drives: as they were while something was in flight; they keep each direction's rate beside the other.
         steps: how many steps it was fitted to.
-        measured_s: mean seconds of those.
+        measured_s: median seconds of those.
+        hand_over_s: seconds from one thread to another.
+        kernel_loss: seconds that the training thread loses for each second of a kernel beside it; see `kernel_loss`.
     """
 
     thread_s: float
@@ -60,6 +57,8 @@ class Calibration:
     drives: tuple[DriveModel, ...]
     steps: int
     measured_s: float
+    hand_over_s: float = 0.0
+    kernel_loss: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,7 +74,7 @@ class Prediction:
     """Predicted beside measured, in seconds of a step.
 
     Attributes:
-        measured_s: mean of the steps after those the calibration was fitted to; of these when there are no others.
+        measured_s: median of the steps after those the calibration was fitted to; of these when there are no others.
         residual: relative error on the steps that it was fitted to.
         error: relative error against `measured_s`.
     """
@@ -97,16 +96,21 @@ class Prediction:
 
 
 class RunObserver:
-    """Notes a `Moment` after every step. Used by the training thread; costs microseconds a step."""
+    """Notes a `Moment` after every step. Used by the training thread; costs microseconds, once a run milliseconds."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._paused_s = 0.0
+        self._early: Calibration | None = None
         self.moments = [self._look()]
 
     def step_ended(self) -> None:
         """Call it at the end of every step."""
         self.moments.append(self._look())
+        if len(self.moments) == _MOST_CALIBRATION_STEPS + 2:  # a long run's trace forgets its first steps
+            started_s = time.perf_counter()
+            self._early = self.calibrate(self.moments[1:])
+            self.paused(time.perf_counter() - started_s)
 
     def paused(self, seconds: float) -> None:
         """So long nothing was trained on purpose; no step is charged for it."""
@@ -127,9 +131,10 @@ class RunObserver:
         if len(moments) < 2:
             return None
         n_fitted = max(min(_MOST_CALIBRATION_STEPS, (len(moments) - 1) // 2), 1)
-        calibration = self.calibrate(moments[: n_fitted + 1])
+        calibration = self._early if n_fitted == _MOST_CALIBRATION_STEPS else None
+        calibration = calibration or self.calibrate(moments[: n_fitted + 1])
         rest = moments[n_fitted:] if len(moments) > n_fitted + 1 else moments
-        measured_s = _step_s(rest[0], rest[-1], len(rest) - 1)
+        measured_s = median_step_s(rest)
         scenario = scenario_of_run(self._runtime, calibration, micro_batches=micro_batches, recompute=recompute)
         step_s = simulate(scenario).step_s
         fitted_s = calibration.measured_s
@@ -137,40 +142,35 @@ class RunObserver:
 
     def calibrate(self, moments: Sequence[Moment]) -> Calibration:
         """Fit to the steps between the first and the last of these moments."""
-        first, last, steps = moments[0], moments[-1], len(moments) - 1
-        step_s = _step_s(first, last, steps)
-        thread_s = step_s - (last.stalled_s - first.stalled_s) / steps
-        return Calibration(thread_s, self._kernel_s(first.at_s, last.at_s), _drives(first, last), steps, step_s)
-
-    def _kernel_s(self, start_s: float, end_s: float) -> float:
-        numels = {record.key: record.chunk.payload_numel for s in self._runtime.states.values() for record in s.records}
-        seconds, elements = 0.0, 0
-        for event in self._runtime.trace.events():
-            if event.category == "optimizer" and start_s <= event.start_s < end_s:
-                seconds += event.duration_s
-                elements += numels.get(event.name, 0)
-        return seconds / elements if elements else 0.0
-
-
-def _step_s(first: Moment, last: Moment, steps: int) -> float:
-    return (last.at_s - first.at_s - (last.paused_s - first.paused_s)) / steps
+        runtime = self._runtime
+        events = runtime.trace.events()
+        kernels = [event for event in events if event.category == "optimizer"]
+        stalls = [event for event in events if event.category == "stall"]
+        numels = {record.key: record.chunk.payload_numel for s in runtime.states.values() for record in s.records}
+        loss = kernel_loss(runtime)
+        return Calibration(
+            thread_s=fit_thread_s(moments, kernels, stalls, loss),
+            kernel_s=fit_kernel_s(moments, kernels, numels),
+            drives=fit_drives(moments),
+            steps=len(moments) - 1,
+            measured_s=median_step_s(moments),
+            hand_over_s=fit_hand_over_s(moments, events),
+            kernel_loss=loss,
+        )
 
 
-def _drives(first: Moment, last: Moment) -> tuple[DriveModel, ...]:
-    models = []
-    for before, after in zip(first.drives, last.drives, strict=True):
-        rates = []
-        for (nbytes, busy_s), (more_nbytes, more_busy_s) in zip(before, after, strict=True):
-            passed_s = more_busy_s - busy_s
-            rates.append((more_nbytes - nbytes) / passed_s if passed_s > _LEAST_BUSY_S else _INSTANT_BYTES_PER_S)
-        read, write = (rate or _INSTANT_BYTES_PER_S for rate in rates)
-        models.append(DriveModel(read, write, latency_s=0.0, duplex=1.0))
-    return tuple(models)
+def kernel_loss(runtime: Runtime) -> float:
+    """Seconds that computing loses for each second of a kernel beside it, where both share the cores of this machine.
+
+    With a and b threads on n cores each gets n / (a + b) of what it wants while both run, if that is less than all. A
+    kernel of k seconds then takes k (a + b) / n, and computing loses what it did not get of these, k ((a + b) / n - 1).
+    """
+    if runtime.device.torch_device.type != "cpu":
+        return 0.0
+    return max((torch.get_num_threads() + runtime.threads.count) / usable_cores() - 1, 0.0)
 
 
-def scenario_of_run(
-    runtime: Runtime, calibration: Calibration, *, micro_batches: int, recompute: bool
-) -> Scenario:
+def scenario_of_run(runtime: Runtime, calibration: Calibration, *, micro_batches: int, recompute: bool) -> Scenario:
     """The scenario of a running engine on the machine that the calibration saw."""
     return scenario_of(
         units=runtime.units,
@@ -194,7 +194,7 @@ def scenario_of(
     micro_batches: int,
     order: Sequence[int] = (),
 ) -> Scenario:
-    """A scenario whose times have everything in them that the training thread did, copies included."""
+    """A scenario whose times have everything in them that the training thread did: copies take no time of their own."""
     return Scenario(
         units=units,
         groups=groups,
@@ -202,10 +202,12 @@ def scenario_of(
         placement=placement,
         times=times,
         speeds=Speeds(
-            h2d_bytes_per_s=_INSTANT_BYTES_PER_S,
-            d2h_bytes_per_s=_INSTANT_BYTES_PER_S,
+            h2d_bytes_per_s=INSTANT_BYTES_PER_S,
+            d2h_bytes_per_s=INSTANT_BYTES_PER_S,
             kernel_s=calibration.kernel_s,
             is_async=False,
+            hand_over_s=calibration.hand_over_s,
+            kernel_loss=calibration.kernel_loss,
         ),
         drives=calibration.drives,
         micro_batches=micro_batches,

@@ -285,6 +285,8 @@ def _speeds(hardware: Hardware) -> Speeds:
         reduce_bytes_per_s=gather,
         collective_s=_COLLECTIVE_S if hardware.ranks > 1 else 0.0,
         dram_bytes_per_s=hardware.dram_bytes_per_s / hardware.gpus,
+        hand_over_s=hardware.hand_over_s,
+        kernel_loss=hardware.kernel_loss,
     )
 
 

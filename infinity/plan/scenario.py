@@ -41,8 +41,9 @@ class Speeds:
         collective_s: latency of one collective.
         kernel_s: seconds the optimizer needs for one element.
         dram_bytes_per_s: host memory, shared by drives, links and the optimizer; None: no limit.
-        dispatch_s: overhead of the engine each time a group is gathered, and each time a gradient is taken.
-        chunk_s: overhead of the engine for each optimizer chunk.
+        hand_over_s: from one thread to another: of a transfer that ended to who waits for it, to the optimizer's worker
+            and back.
+        kernel_loss: seconds that computing loses for each second of the optimizer beside it, on cores they share.
     """
 
     h2d_bytes_per_s: float
@@ -53,8 +54,8 @@ class Speeds:
     reduce_bytes_per_s: float | None = None
     collective_s: float = 0.0
     dram_bytes_per_s: float | None = None
-    dispatch_s: float = 0.0
-    chunk_s: float = 0.0
+    hand_over_s: float = 0.0
+    kernel_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

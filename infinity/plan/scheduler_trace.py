@@ -25,7 +25,8 @@ from infinity.optim.hyper import StateField
 from infinity.order import Phase
 from infinity.placement import Placement
 from infinity.plan.drives import DriveModel
-from infinity.plan.observed import Calibration, Moment, RunObserver, scenario_of
+from infinity.plan.observed import Calibration, RunObserver, scenario_of
+from infinity.plan.phases import Moment
 from infinity.plan.reading import read_json
 from infinity.plan.scenario import Scenario, UnitTime
 from infinity.runtime import Runtime
@@ -67,7 +68,7 @@ class SchedulerTrace:
         order: unit indices in the order of the forward; `uses` are those of one whole step, as (phase, unit).
         fields: name, dtype and block of every part of the optimizer's state.
         calibration: of the kernels and drives, from all steps but the first.
-        measured_s: mean seconds of those steps.
+        measured_s: median seconds of those steps.
         traffic: bytes of the last step, padding included, as counted: read, written.
     """
 
@@ -120,14 +121,16 @@ def record(
     Raises:
         ConfigError: fewer than `LEAST_STEPS` steps have run.
     """
+    events = runtime.trace.events()
     moments = observer.moments[1:]
     if len(moments) < LEAST_STEPS:
         raise ConfigError(f"--scheduler-trace needs {LEAST_STEPS} steps or more: the first step is left out")
-    steps = [_uses_between(runtime.trace.events(), *pair) for pair in pairwise(moments)]
-    times = _mean_times(steps, micro_batches)
+    moments = _remembered(moments, events)
+    calibration = observer.calibrate(moments)
+    steps = [_uses_between(events, *pair) for pair in pairwise(moments)]
+    times = _use_times(steps, calibration.thread_s / micro_batches)
     uses = [(phase.value, _index_of(runtime.units, name)) for name, phase, _ in steps[-1]]
     forward = [unit for phase, unit in uses if phase == Phase.FORWARD.value]
-    calibration = observer.calibrate(moments)
     return SchedulerTrace(
         machine=dict(machine),
         units=[_recorded_unit(unit, times) for unit in runtime.units],
@@ -165,15 +168,29 @@ def _uses_between(events: Sequence[TraceEvent], first: Moment, last: Moment) -> 
     return found
 
 
-def _mean_times(
-    steps: Sequence[Sequence[tuple[str, Phase, float]]], micro_batches: int
-) -> dict[tuple[str, Phase], float]:
-    """Seconds of one use, so that all uses of a step together take what they took."""
+def _remembered(moments: Sequence[Moment], events: Sequence[TraceEvent]) -> list[Moment]:
+    """The ends of those steps that the trace still holds as a whole; it forgets the oldest events of a long run.
+
+    Raises:
+        ConfigError: it does not hold even one.
+    """
+    oldest_s = min((event.start_s for event in events), default=float("inf"))
+    held = [moment for moment in moments if moment.at_s >= oldest_s]
+    if len(held) < 2:
+        raise ConfigError(
+            "--scheduler-trace: a step has more events than the trace holds, so none can be recorded whole"
+        )
+    return held
+
+
+def _use_times(steps: Sequence[Sequence[tuple[str, Phase, float]]], thread_s: float) -> dict[tuple[str, Phase], float]:
+    """Seconds of one use of each unit, divided as they were measured; `thread_s` are those of all uses together."""
     totals: dict[tuple[str, Phase], float] = defaultdict(float)
     for step in steps:
         for name, phase, seconds in step:
             totals[name, phase] += seconds
-    return {use: seconds / len(steps) / micro_batches for use, seconds in totals.items()}
+    together_s = sum(totals.values())
+    return {use: thread_s * seconds / together_s if together_s else 0.0 for use, seconds in totals.items()}
 
 
 def _index_of(units: Sequence[Unit], name: str) -> int:

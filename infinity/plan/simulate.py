@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 from infinity.plan.drives import Moved
 from infinity.plan.scenario import Scenario
@@ -58,7 +59,7 @@ def simulate(scenario: Scenario, *, steps: int = _STEPS, is_last: bool = False, 
     Raises:
         InfinityError: the engine itself would fail here.
     """
-    with asyncio.Runner(loop_factory=PlanLoop) as runner:
+    with asyncio.Runner(loop_factory=partial(PlanLoop, scenario.speeds.hand_over_s)) as runner:
         return runner.run(_run(scenario, steps, is_last=is_last, keep_spans=keep_spans))
 
 

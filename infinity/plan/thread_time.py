@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from infinity.observe.stalls import StallCause
@@ -13,9 +13,16 @@ from storage.types import Ticket
 
 
 class ThreadTime:
-    """Seconds of the step under way, by what they went into; `spans` are of all steps."""
+    """Seconds of the step under way, by what they went into; `spans` are of all steps.
 
-    def __init__(self) -> None:
+    Args:
+        kernels: what the optimizer's worker did so far and does now, as (start_s, end_s) in order.
+        kernel_loss: seconds that computing loses for each second of a kernel beside it.
+    """
+
+    def __init__(self, kernels: Sequence[tuple[float, float]] = (), kernel_loss: float = 0.0) -> None:
+        self._kernels = kernels
+        self._kernel_loss = kernel_loss
         self.spans: list[Span] = []
         self.compute_s = 0.0
         self._stalls: dict[str, float] = defaultdict(float)
@@ -56,6 +63,23 @@ class ThreadTime:
             self.spans.append(Span(lane, name, start_s, start_s + seconds))
 
     async def compute(self, seconds: float, name: str) -> None:
-        """The device computes, and the thread with it."""
-        self.compute_s += seconds
+        """The device computes, and the thread with it; longer while a kernel takes cores from it."""
+        start_s = asyncio.get_running_loop().time()
         await self.spend(seconds, name, lane="compute")
+        lost_s = self._lost_s(start_s)
+        while lost_s > 0:  # what it lost takes time as well, in which it may lose again
+            begun_s = asyncio.get_running_loop().time()
+            await self.spend(lost_s, name, lane="compute")
+            lost_s = self._lost_s(begun_s)
+        self.compute_s += asyncio.get_running_loop().time() - start_s
+
+    def _lost_s(self, since_s: float) -> float:
+        """Seconds that kernels took from what was computed since then."""
+        if not self._kernel_loss:
+            return 0.0
+        now_s, beside_s = asyncio.get_running_loop().time(), 0.0
+        for start_s, end_s in reversed(self._kernels):
+            if end_s <= since_s:
+                break
+            beside_s += max(min(end_s, now_s) - max(start_s, since_s), 0.0)
+        return self._kernel_loss * beside_s

@@ -1,7 +1,8 @@
 """Closed forms: the NVMe bytes a step moves on one rank, by shard kind. The counters of a run must equal them exactly.
 
 For one micro-batch, overlapped, everything on NVMe, bf16 split master: read 2 + 2 + 10 and write 12 bytes per
-parameter, less what stays resident across the turn and the step boundary (ARCHITECTURE section 6).
+parameter (the parameter in forward and in backward, its state in the update), less what stays resident across the turn
+and the step boundary.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class TrainingThread:
 
     def __init__(self, scenario: Scenario) -> None:
         self.machinery = Machinery(scenario)
-        self.time = ThreadTime()
+        self.time = ThreadTime(self.machinery.worker.spans, scenario.speeds.kernel_loss)
         self._scenario = scenario
         self._streamed = scenario.streamed
         self._resident = [unit for unit in scenario.units if unit.resident]
@@ -110,7 +110,6 @@ class TrainingThread:
 
     async def _gather_group(self, group: FlatGroup, phase: Phase) -> VirtualFence:
         machinery = self.machinery
-        await self.time.spend(self._scenario.speeds.dispatch_s, "engine")
         if group.index in self._device.ahead:
             fence, block = self._device.ahead.pop(group.index)
             self._device.gathered[group.index] = block

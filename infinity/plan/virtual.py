@@ -44,11 +44,14 @@ class VirtualWorker(Executor):
         self._local_s = max(self._local_s, time_s)
 
     def run(self, loop: PlanLoop, job: Callable[[], _T]) -> asyncio.Future[_T]:
-        """A future that has the job's result, or what it raised, when it is over."""
+        """A future that has the job's result, or what it raised, when it is over. Both ways take a hand-over."""
         future: asyncio.Future[_T] = loop.create_future()
-        self._waiting.append(lambda: self._start(loop, job, future))
-        self._serve()
+        loop.call_later(loop.hand_over_s, self._take, lambda: self._start(loop, job, future))
         return future
+
+    def _take(self, start: Callable[[], None]) -> None:
+        self._waiting.append(start)
+        self._serve()
 
     def _serve(self) -> None:
         if not self._is_busy and self._waiting:
@@ -65,20 +68,29 @@ class VirtualWorker(Executor):
         finally:
             loop.at_work = None
         self.spans.append((start_s, self._local_s))
-        loop.call_at(self._local_s, self._end, future, outcome)
+        loop.call_at(self._local_s, self._end)
+        loop.call_at(self._local_s + loop.hand_over_s, self._tell, future, outcome)
 
-    def _end(self, future: asyncio.Future[Any], outcome: Callable[[], None]) -> None:
+    def _end(self) -> None:
         self._is_busy = False
+        self._serve()
+
+    @staticmethod
+    def _tell(future: asyncio.Future[Any], outcome: Callable[[], None]) -> None:
         if not future.cancelled():
             outcome()
-        self._serve()
 
 
 class PlanLoop(VirtualTimeLoop):
-    """A virtual loop for simulations: its threads are virtual workers. `at_work` is the one whose job runs now."""
+    """A virtual loop for simulations: its threads are virtual workers. `at_work` is the one whose job runs now.
 
-    def __init__(self) -> None:
+    Args:
+        hand_over_s: from the loop to a thread, and back.
+    """
+
+    def __init__(self, hand_over_s: float = 0.0) -> None:
         super().__init__()
+        self.hand_over_s = hand_over_s
         self.at_work: VirtualWorker | None = None
 
     def charge(self, duration_s: float) -> None:

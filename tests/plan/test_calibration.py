@@ -37,6 +37,8 @@ def calibration(made: str = "2026-01-02T03:04:05+00:00") -> MachineCalibration:
         alone=ALONE,
         corrections=CORRECTIONS,
         residuals=(Residual("overlapped, predicted before it ran", 1.1, 1.0, made),),
+        hand_over_s=2e-4,
+        kernel_loss=1.0,
     )
 
 
@@ -45,6 +47,7 @@ def test_rates_are_corrected_for_what_a_run_does_to_them() -> None:
     assert hardware.flops_per_s == 50e9
     assert hardware.unit_s == 2e-4
     assert hardware.optimizer_s == pytest.approx(1.5e-9)
+    assert (hardware.hand_over_s, hardware.kernel_loss) == (2e-4, 1.0)
     (drive,) = hardware.drives
     assert drive.model.read_bytes_per_s == pytest.approx(2.5e9)
     assert drive.model.write_bytes_per_s == pytest.approx(1.6e9)

@@ -36,9 +36,7 @@ async def moved(store: SimulatedDrives, *transfers: tuple[Op, str, int]) -> floa
     return now_s()
 
 
-def submit(
-    store: SimulatedDrives, op: Op, key: str, nbytes: int, priority: Priority = Priority.READ_AHEAD
-) -> Ticket:
+def submit(store: SimulatedDrives, op: Op, key: str, nbytes: int, priority: Priority = Priority.READ_AHEAD) -> Ticket:
     call = store.submit_read if op is Op.READ else store.submit_write
     return call(key, MEMORY[:nbytes], priority=priority, tag=TAG)
 

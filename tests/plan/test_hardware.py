@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.plan.hardware import DRIVES, GPUS, Hardware, from_bench, gpu_named, parse_drives
+from infinity.plan.hardware import (
+    DRIVES,
+    GPUS,
+    Hardware,
+    effective_link,
+    from_bench,
+    gpu_named,
+    parse_drives,
+    parse_link,
+)
 from infinity.sizes import GIB
 
 
@@ -48,6 +57,19 @@ def test_drives_that_are_not_understood(text: str, message: str) -> None:
         parse_drives([text])
 
 
+def test_a_link_is_a_rate_or_a_name() -> None:
+    assert parse_link("25") == 25e9
+    assert parse_link("pcie4-x16") == effective_link(GPUS["rtx4090"]) == pytest.approx(25.2e9)
+    assert parse_link("PCIe5-x8") == parse_link("pcie4-x16") == 2 * parse_link("pcie3-x16")
+    for text, message in (
+        ("pcie6", "allowed: GB/s such as 25, or pcie3-x16"),
+        ("0", "greater than 0"),
+        ("nan", "than 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse_link(text)
+
+
 def test_unknown_gpus_are_refused_with_the_nearest() -> None:
     assert gpu_named("RTX4090").memory_nbytes == 24 * GIB
     with pytest.raises(ConfigError, match="did you mean 'rtx4090'"):
@@ -66,6 +88,7 @@ def rate(name: str, alone: float, beside: float | None) -> dict[str, Any]:
 def test_a_bench_file_gives_drives_optimizer_and_memory(tmp_path: Path) -> None:
     jobs = [job("/a", 3e9, 0), job("/a", 2e9, 0), job("/a", 0, 1e9), job("/a", 1.5e9, 0.5e9), job("/a:/b", 9e9, 0)]
     rates = [rate("AdamW bf16", 1e8, 9e7), rate("AdamW bf16", 4e8, 2e8), rate("AdamW fp32", 1.0, None)]
+    rates += [rate("host memory copy", 9e9, None), rate("host memory copy", 1.5e10, 1e10)]
     report = {"jobs": jobs, "memory": {"rates": rates}, "machine": {"memory_bytes": 8 * GIB}}
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(report))
@@ -76,6 +99,7 @@ def test_a_bench_file_gives_drives_optimizer_and_memory(tmp_path: Path) -> None:
     assert drive.model.duplex == 0.0  # half and half of both
     assert hardware.optimizer_s == 1 / 2e8
     assert hardware.host_memory_nbytes == 8 * GIB
+    assert hardware.dram_bytes_per_s == 2e10  # each byte is read and written
 
 
 def test_a_drive_that_reads_and_writes_at_full_rate_together_is_duplex(tmp_path: Path) -> None:
@@ -87,7 +111,15 @@ def test_a_drive_that_reads_and_writes_at_full_rate_together_is_duplex(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "not valid JSON"), ("{}", "not what `infinity bench tier"), ("[]", "bench tier")]
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("{}", "not what `infinity bench tier"),
+        ("[]", "bench tier"),
+        ('{"jobs": [{"read": {}}]}', "KeyError: 'job options'"),
+        ('{"jobs": 1}', "TypeError"),
+        ('{"jobs": [], "memory": {"rates": [{"name": "AdamW bf16", "alone": {"median": 0}}]}}', "ZeroDivisionError"),
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bench.json"

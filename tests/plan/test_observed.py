@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -12,9 +14,18 @@ import torch
 import infinity
 from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
+from infinity.optim.kernel_threads import usable_cores
 from infinity.plan.bounds import moved_nbytes, scenario_traffic
 from infinity.plan.drives import DriveModel
-from infinity.plan.observed import Calibration, Moment, RunObserver, _drives, scenario_of_run, unit_times, with_drives
+from infinity.plan.observed import (
+    Calibration,
+    RunObserver,
+    kernel_loss,
+    scenario_of_run,
+    unit_times,
+    with_drives,
+)
+from infinity.plan.phases import Moment, fit_drives, fit_thread_s, step_s
 from infinity.plan.simulate import simulate
 
 SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=16)
@@ -48,17 +59,18 @@ def train(folder: Path, steps: int, schedule: str = "synchronous") -> tuple[Engi
 def test_phases_of_a_run_are_divided_between_thread_kernels_and_drives(tmp_path: Path, schedule: str) -> None:
     engine, observer = train(tmp_path, 4, schedule)
     with engine:
-        first, last = observer.moments[1], observer.moments[-1]
+        pairs = list(pairwise(observer.moments[1:]))
         calibration = observer.calibrate(observer.moments[1:])
         assert calibration.steps == 3
-        assert calibration.measured_s == pytest.approx((last.at_s - first.at_s) / 3)
-        stalled_s = (last.stalled_s - first.stalled_s) / 3
-        assert calibration.thread_s + stalled_s == pytest.approx(calibration.measured_s)
+        assert calibration.measured_s == median(last.at_s - first.at_s for first, last in pairs)
+        worked = [step_s(first, last) - (last.stalled_s - first.stalled_s) for first, last in pairs]
+        assert fit_thread_s(observer.moments[1:], [], [], 0.0) == median(worked)
+        assert 0 < calibration.thread_s <= median(worked)
         assert calibration.kernel_s > 0
+        assert 0 < calibration.hand_over_s < calibration.measured_s
         (drive,) = calibration.drives
-        (read_nbytes, read_s), _ = last.drives[0]
-        (before_nbytes, before_s), _ = first.drives[0]
-        assert drive.read_bytes_per_s == pytest.approx((read_nbytes - before_nbytes) / (read_s - before_s))
+        reads = [(first.drives[0][0], last.drives[0][0]) for first, last in pairs]
+        assert drive.read_bytes_per_s == median((n - m) / (t - s) for (m, s), (n, t) in reads)
 
 
 def test_a_prediction_simulates_the_very_placement_of_the_run(tmp_path: Path) -> None:
@@ -124,7 +136,7 @@ def test_a_step_is_divided_by_parameters_and_passes(tmp_path: Path) -> None:
 def test_drives_that_did_nothing_have_no_rate_to_bind() -> None:
     idle = Moment(0.0, 0.0, (((0, 0.0), (0, 0.0)),))
     later = Moment(1.0, 0.0, (((0, 0.0), (0, 0.0)),))
-    (drive,) = _drives(idle, later)
+    (drive,) = fit_drives([idle, later])
     assert min(drive.read_bytes_per_s, drive.write_bytes_per_s) >= 1e15
 
 
@@ -137,3 +149,23 @@ def test_pauses_between_steps_are_nobody_s_time(tmp_path: Path) -> None:
         paused = observer.calibrate(observer.moments[1:])
         assert paused.measured_s == pytest.approx(plain.measured_s)
         assert paused.thread_s == pytest.approx(plain.thread_s)
+
+
+def test_a_long_run_is_calibrated_before_its_trace_forgets_the_first_steps(tmp_path: Path) -> None:
+    engine, observer = train(tmp_path, 12)
+    with engine:
+        remembered = observer.predict(micro_batches=1, recompute=False)
+        engine.trace._events.clear()
+        forgotten = observer.predict(micro_batches=1, recompute=False)
+        assert remembered is not None and forgotten is not None
+        assert forgotten.calibration == remembered.calibration
+        assert forgotten.calibration.steps == 5
+        assert forgotten.calibration.kernel_s > 0
+        assert observer.moments[-1].paused_s > 0  # no step is charged for it
+
+
+def test_kernels_take_from_computing_what_they_need_of_shared_cores(tmp_path: Path) -> None:
+    engine, _ = train(tmp_path, 0)
+    with engine:
+        threads, cores = torch.get_num_threads() + engine._runtime.threads.count, usable_cores()
+        assert kernel_loss(engine._runtime) == max(threads / cores - 1, 0.0)

@@ -62,6 +62,25 @@ def test_other_drives_take_the_place_of_those_of_the_run(trace: SchedulerTrace) 
     assert result.step_s >= max(trace.traffic) / 1e6 * 0.99
 
 
+def test_a_long_run_is_recorded_by_the_steps_that_the_trace_still_holds(tmp_path: Path) -> None:
+    engine, observer = train(tmp_path, 6)
+    with engine:
+        engine.metrics()
+        traffic, events = engine.traffic.per_step[-1], engine.trace._events
+        third_s = observer.moments[3].at_s
+        while events[0].start_s < third_s:
+            events.popleft()
+        found = record(engine._runtime, observer, machine={}, micro_batches=1, traffic=traffic)
+        assert found.calibration.steps < 3
+        assert sum(unit.forward_s + unit.backward_s for unit in found.units) == pytest.approx(
+            found.calibration.thread_s
+        )
+        assert found.calibration == observer.calibrate(observer.moments[-found.calibration.steps - 1 :])
+        events.clear()
+        with pytest.raises(ConfigError, match="more events than the trace holds"):
+            record(engine._runtime, observer, machine={}, micro_batches=1, traffic=traffic)
+
+
 def test_few_steps_cannot_be_recorded(tmp_path: Path) -> None:
     engine, observer = train(tmp_path, 2)
     with engine, pytest.raises(ConfigError, match="needs 3 steps or more"):

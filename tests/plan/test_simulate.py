@@ -89,6 +89,29 @@ def test_an_update_moves_its_gradient_parameter_and_state_through_host_memory() 
     assert coded.update_nbytes == 4 + 2 * (4 + 1 + 4 / 256)
 
 
+def test_hand_overs_lengthen_what_waits_for_them() -> None:
+    scenario = make_scenario(EIGHT, schedule=Schedule.SYNCHRONOUS, spare_nbytes=20 * PAGE_NBYTES)
+    late = replace(scenario, speeds=replace(SPEEDS, hand_over_s=1e-3))
+    before, after = simulate(scenario), simulate(late)
+    # At least: the last read to the loop, to the worker, and back.
+    assert after.step_s >= before.step_s + 3e-3
+    assert (after.read_nbytes, after.write_nbytes) == (before.read_nbytes, before.write_nbytes)
+
+
+def test_kernels_beside_computing_on_shared_cores_take_their_part_of_it() -> None:
+    speeds = replace(SPEEDS, is_async=False, kernel_s=1e-7)
+    alone = make_scenario(EIGHT, schedule=Schedule.OVERLAPPED, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
+    shared = replace(alone, speeds=replace(speeds, kernel_loss=1.0))
+    before, after = simulate(alone), simulate(shared)
+    assert before.compute_s == pytest.approx(8 * 3e-3)
+    # Nearly all kernels run beside the backward; what one of them takes is lost once.
+    lost_s = after.compute_s - before.compute_s
+    assert 0.5 * before.busy_s["optimizer"] <= lost_s <= before.busy_s["optimizer"] * (1 + 1e-9)
+    apart = make_scenario(EIGHT, schedule=Schedule.SYNCHRONOUS, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
+    together = replace(apart, speeds=replace(speeds, kernel_loss=1.0))
+    assert simulate(together).step_s == pytest.approx(simulate(apart).step_s)
+
+
 def test_several_ranks_gather_what_they_upload() -> None:
     alone = make_scenario(EIGHT, spare_nbytes=10_000 * PAGE_NBYTES)
     speeds = replace(SPEEDS, gather_bytes_per_s=1e7, reduce_bytes_per_s=1e7)

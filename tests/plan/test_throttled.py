@@ -1,0 +1,72 @@
+"""A throttled drive and its model: the same bytes, and the same seconds on a clock whose time is virtual."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import infinity
+from infinity.models.gpt import Gpt, GptShape, init_weights
+from infinity.plan.drives import DriveModel
+from infinity.plan.observed import Calibration, scenario_of_run
+from infinity.plan.simulate import simulate
+from infinity.testing.clock import VirtualClock
+from storage.backends.base import Backend
+from storage.backends.throttled import Throttle, ThrottledBackend
+
+SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=16)
+READ_BYTES_PER_S, WRITE_BYTES_PER_S, ANY_BYTES_PER_S = 6e6, 4e6, 1e18
+
+
+@pytest.mark.parametrize("n_drives", [1, 2])
+@pytest.mark.parametrize("schedule", ["synchronous", "overlapped", "deferred"])
+def test_a_throttled_run_takes_the_bytes_and_seconds_of_its_prediction(
+    tmp_path: Path, schedule: str, n_drives: int
+) -> None:
+    clocks: list[tuple[VirtualClock, VirtualClock]] = []
+
+    def wrap(backend: Backend) -> Backend:
+        reads, writes = VirtualClock(), VirtualClock()  # time that both slept through would count twice
+        clocks.append((reads, writes))
+        slow = ThrottledBackend(backend, Throttle(READ_BYTES_PER_S, ANY_BYTES_PER_S), reads)
+        return ThrottledBackend(slow, Throttle(ANY_BYTES_PER_S, WRITE_BYTES_PER_S), writes)
+
+    folders = [tmp_path / str(number) for number in range(n_drives)]
+    for folder in folders:
+        folder.mkdir()
+    config = infinity.Config(
+        precision="fp32",
+        schedule=schedule,
+        device={"kind": "cpu", "budget": "2MiB"},
+        host={"budget": "2MiB"},
+        nvme={"paths": folders},
+    )
+    model = Gpt(SHAPE)
+    init_weights(model)
+    inputs = torch.zeros(1, 16, dtype=torch.long)
+    with infinity.offload(model, config, wrap_backend=wrap) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        for _ in range(3):
+            model(inputs, inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.metrics()  # everything has landed
+        reports, traffic = engine.drives, engine.traffic.per_step[-1]
+        drives = (DriveModel(READ_BYTES_PER_S, WRITE_BYTES_PER_S, latency_s=0.0, duplex=1.0),) * n_drives
+        calibration = Calibration(thread_s=0.0, kernel_s=0.0, drives=drives, steps=1, measured_s=1.0)
+        predicted = simulate(scenario_of_run(engine._runtime, calibration, micro_batches=1, recompute=False))
+    # The throttle took the time of every byte that its drive moved.
+    assert len(clocks) == n_drives
+    for (reads, writes), report in zip(clocks, reports, strict=True):
+        assert reads.now_s() == pytest.approx(report.read.nbytes / READ_BYTES_PER_S, rel=1e-3)
+        assert writes.now_s() == pytest.approx(report.write.nbytes / WRITE_BYTES_PER_S, rel=1e-3)
+    # A step is predicted with the bytes that were counted, and takes the seconds that the throttle takes for them.
+    read_nbytes = traffic["nvme_read_bytes"] + traffic["nvme_read_padding_bytes"]
+    write_nbytes = traffic["nvme_write_bytes"] + traffic["nvme_write_padding_bytes"]
+    assert (predicted.read_nbytes, predicted.write_nbytes) == (read_nbytes, write_nbytes)
+    read_s, write_s = read_nbytes / READ_BYTES_PER_S / n_drives, write_nbytes / WRITE_BYTES_PER_S / n_drives
+    assert predicted.busy_s["drive read"] == pytest.approx(read_s, rel=1e-3)
+    assert predicted.busy_s["drive write"] == pytest.approx(write_s, rel=1e-3)
+    assert max(read_s, write_s) * 0.999 <= predicted.step_s <= (read_s + write_s) * 1.001
