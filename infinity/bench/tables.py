@@ -57,9 +57,10 @@ def _drive_line(drive: Drive) -> str:
 
 
 def _new_table(title: str, first: Iterable[str], figures: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    """Where there is little room names are folded first; a figure is worth nothing without its last digits."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in first:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold", vertical="bottom")
     for name in figures:
         table.add_column(name, justify="right", no_wrap=True)
     return table
@@ -67,7 +68,7 @@ def _new_table(title: str, first: Iterable[str], figures: Iterable[str]) -> Tabl
 
 def _series_table(rows: Sequence[Series], directories: Sequence[str]) -> Table:
     title = f"{' + '.join(directories)}{' together' if len(directories) > 1 else ''}, median of the repeats"
-    figures = ("MB/s", "MiB/s", "spread", "IOPS", "p50", "p99", "p99.9", "CPU s/GB", "Python µs/op")
+    figures = ("MB/s", "MiB/s", "spread", "IOPS", "p50", "p99", "p99.9", "CPU\ns/GB", "Python\nµs/op")
     table = _new_table(title, ("engine", "profile", "mix", "size"), figures)
     for row in rows:
         rate, latencies = row.bytes_per_s, row.latencies()
@@ -114,9 +115,9 @@ def milliseconds(latencies: Latencies, percentile: float) -> str:
 
 def _comparison_table(rows: Sequence[Comparison], directory: str, fio: str) -> Table:
     title = f"{directory}: taking turns with {fio}, medians of {len(rows[0].ours)}"
-    figures = ("ours MB/s", "fio MB/s", "ours MiB/s", "fio MiB/s", "ratio", "ratio of pairs")
-    cpu = ("ours CPU s/GB", "fio CPU s/GB", "ratio")
-    table = _new_table(title, ("mix", "size", "our engine", "fio's engine"), (*figures, *cpu))
+    figures = ("ours\nMB/s", "fio\nMB/s", "ours\nMiB/s", "fio\nMiB/s", "\nratio", "ratio of pairs")
+    cpu = ("ours CPU\ns/GB", "fio CPU\ns/GB", "CPU\nratio")
+    table = _new_table(title, ("mix", "size", "our\nengine", "fio's engine"), (*figures, *cpu))
     for row in rows:
         ours, fio_rate, pairs = row.our_bytes_per_s.median, row.fio_bytes_per_s.median, row.paired_ratio
         table.add_row(

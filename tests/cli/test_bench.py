@@ -21,8 +21,9 @@ def test_shows_figures_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     outputs = ("--json", tmp_path / "r.json", "--html", tmp_path / "r.html", "--fio-files", tmp_path / "jobs")
     code, output, error = call("bench", "tier", swap, "--profile", "seq1m", *SMALL, *outputs)
     assert code == 0, error
-    for text in ("SEQ1M Q8T1", "MB/s", "MiB/s", "CPU s/GB", "p99.9", "written to drives", "[nvme]"):
+    for text in ("SEQ1M Q8T1", "MB/s", "MiB/s", "s/GB", "p99.9", "written to drives", "[nvme]"):
         assert text in output
+    assert "…" not in output  # no figure is cut
     report = json.loads((tmp_path / "r.json").read_text())
     assert [job["job options"]["rw"] for job in report["jobs"]] == ["read", "write", "rw"]
     assert tomllib.loads(report["config"])["nvme"]["paths"] == [str(swap)]
