@@ -38,6 +38,10 @@ from infinity.updates import Updates
 from storage.types import Ticket
 
 _PARAM = "param"
+_WAY_OUT = (
+    "Save a checkpoint, close the engine, build the changed model anew and offload it with weights=CHECKPOINT, "
+    "strict=False: it keeps the values of the parameters, the optimizer's state begins anew"
+)
 _Origins = Mapping[tuple[int, int], ParameterRef | None]
 """By index of a new group and number of its slot: where the parameter was before; None when it is new."""
 
@@ -113,12 +117,12 @@ def _refuse_now(runtime: Runtime, updates: Updates, iteration: Iteration) -> Non
     if runtime.lockstep is not None:
         raise ConfigError(
             f"{runtime.lockstep.collectives.ranks.size} ranks share this model, and a changed model is adopted by one "
-            "rank only. Save a checkpoint, change the model on every rank and offload it anew"
+            f"rank only. {_WAY_OUT}"
         )
     if runtime.placement.is_durable:
         raise ConfigError(
-            "with durability='step' the swap files are laid out for the model as it was. Save a checkpoint, close the "
-            "engine, change the model and offload it with other nvme.paths"
+            "with durability='step' the swap files are laid out for the model as it was, and a step that is resumed "
+            f"would be of another model. {_WAY_OUT}; with other nvme.paths"
         )
     iteration.refuse_inside("a changed model is adopted")
     waiting = [group.key for group in runtime.sink.pending()]

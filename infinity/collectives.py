@@ -20,13 +20,14 @@ import atexit
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
 
+from infinity.bulletin import Bulletin
 from infinity.errors import RankError
 from infinity.layout import FlatSpan
 from infinity.ranks import Ranks
@@ -56,7 +57,10 @@ class Collectives:
         if self.uses_nccl:
             self._row = Channel(f"{name}/row{ranks.replica}", ranks.shard, ranks.shards, "cuda", timeout)
             self._column = Channel(f"{name}/column{ranks.shard}", ranks.replica, ranks.replicas, "cuda", timeout)
+        self._name = name
         self._store = job_store(name)
+        self._bulletins = 0
+        self._broken: str | None = None  # why nothing can be transferred any more
         self._last_error: str | None = None
         self._has_left = False
         self.sent_nbytes = 0
@@ -78,18 +82,24 @@ class Collectives:
             raise self._explain(error) from error
         return everyone.view(self.ranks.size, mine.numel())
 
-    def exchange_text(self, mine: str) -> list[str]:
-        """Texts of all members."""
-        encoded = bytearray(mine.encode())
-        sizes = self.exchange(torch.tensor([len(encoded)]))
+    def exchange_bytes(self, mine: bytes) -> list[bytes]:
+        """What every member has to say, by number; of different sizes."""
+        sizes = self.exchange(torch.tensor([len(mine)]))
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         if not padded.numel():
-            return [""] * self.ranks.size
-        if encoded:
-            padded[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-        return [
-            row[: int(size)].numpy().tobytes().decode() for row, size in zip(self.exchange(padded), sizes, strict=True)
-        ]
+            return [b""] * self.ranks.size
+        if mine:
+            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return [row[: int(size)].numpy().tobytes() for row, size in zip(self.exchange(padded), sizes, strict=True)]
+
+    def exchange_text(self, mine: str) -> list[str]:
+        """Texts of all members."""
+        return [theirs.decode() for theirs in self.exchange_bytes(mine.encode())]
+
+    def bulletin(self) -> Bulletin:
+        """A place for notes of something that goes on behind the training thread; a call of all members."""
+        self._bulletins += 1
+        return Bulletin(job_store(f"{self._name}/bulletin{self._bulletins}"), self._refuse_gone, self._timeout_s)
 
     def local_size(self) -> int:
         """Members on this machine, itself included."""
@@ -133,9 +143,17 @@ class Collectives:
         row = self.ranks.row
         sending = self._start_sends([(peer, own) for peer in self._others(row)])
         for shard, target in targets:
-            self._receive(row[shard], target)
+            self.receive(target, row[shard])
             yield shard, target
         self._run(lambda: sending)
+
+    def send(self, values: torch.Tensor, member: int) -> None:
+        """Give a contiguous CPU tensor to one member, which calls `receive` at the same point."""
+        self._swap([(member, values)], [])
+
+    def receive(self, values: torch.Tensor, member: int) -> None:
+        """Fill a contiguous CPU tensor with what a member sends."""
+        self._swap([], [(member, values)])
 
     def scatter(self, mine: torch.Tensor, make: Callable[[int], torch.Tensor] | None) -> None:
         """Fill `mine`, a CPU tensor, with what member 0 makes for this one.
@@ -144,10 +162,10 @@ class Collectives:
             make: on member 0: the values of every other member, of equal size; one is made at a time.
         """
         if make is None:
-            self._swap([], [(0, mine)])
+            self.receive(mine, 0)
         else:
             for member in range(1, self.ranks.size):
-                self._swap([(member, make(member))], [])
+                self.send(make(member), member)
 
     def reduce(
         self,
@@ -199,7 +217,7 @@ class Collectives:
             if peer == member and flat is not None:
                 total.add_(flat[_slice(span_of(self.ranks.shard))])
             else:
-                self._receive(peer, spare)
+                self.receive(spare, peer)
                 total.add_(spare)
         self._run(lambda: sending)
 
@@ -211,7 +229,7 @@ class Collectives:
             if peer == self.ranks.member:
                 total.add_(own)
             else:
-                self._receive(peer, spare)
+                self.receive(spare, peer)
                 total.add_(spare)
         self._run(lambda: sending)
 
@@ -249,7 +267,7 @@ class Collectives:
     def _shard(self, member: int) -> int:
         return member % self.ranks.shards
 
-    def _others(self, members: range) -> list[int]:
+    def _others(self, members: Iterable[int]) -> list[int]:
         return [member for member in members if member != self.ranks.member]
 
     def _swap(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -266,9 +284,6 @@ class Collectives:
         for _, tensor in sends:
             self.sent_nbytes += tensor.nbytes
         return [self._channel.send(tensor, peer) for peer, tensor in sends]
-
-    def _receive(self, peer: int, target: torch.Tensor) -> None:
-        self._swap([], [(peer, target)])
 
     def _count(self, peers: int, sent_nbytes: int, received_nbytes: int | None = None) -> None:
         self.sent_nbytes += peers * sent_nbytes
@@ -294,12 +309,18 @@ class Collectives:
 
     def _refuse_left(self) -> None:
         if left := self._who_left():
+            self._broken = left
             raise RankError(left)
 
-    def _who_left(self) -> str | None:
-        """In words, who takes part no more and why; None when nobody said so."""
+    def _refuse_gone(self, member: int) -> None:
+        """Raise RankError when a member has left, or the transfers of this rank have failed. For any thread."""
+        if reason := self._broken or self._who_left([member]):
+            raise RankError(reason)
+
+    def _who_left(self, members: Iterable[int] | None = None) -> str | None:
+        """In words, who of some members (or of all) takes part no more and why; None when nobody said so."""
         words = []
-        for member in self._others(range(self.ranks.size)):
+        for member in self._others(range(self.ranks.size) if members is None else members):
             try:
                 there = self._store.check([f"left/{member}"])
                 reason = self._store.get(f"left/{member}").decode() if there else ""
@@ -324,6 +345,7 @@ class Collectives:
                 f"has died without a word or was not there within {self._timeout_s:g} s (rank_timeout_s); see the "
                 f"other ranks' output. First line of what the transfer said: {said}"
             )
+        self._broken = left
         return RankError(left)
 
 

@@ -238,6 +238,11 @@ class Engine(StatefulEngine):
         return self._book.read()
 
     @property
+    def config(self) -> Config:
+        """The settings it was made with."""
+        return self._runtime.config
+
+    @property
     def trace(self) -> Trace:
         """Timed events of this run, newest kept."""
         return self._runtime.trace

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from infinity.access import ParameterAccess
-from infinity.checkpoint.agreement import AllRanks
-from infinity.checkpoint.folder import refuse_other
+from infinity.checkpoint.agreement import AllRanks, OneRank
+from infinity.checkpoint.live import LiveTensors, live_tensors
 from infinity.checkpoint.load import load_checkpoint
 from infinity.checkpoint.model_values import read_values, write_values
 from infinity.checkpoint.moments import SlotStates, read_states, write_states
 from infinity.checkpoint.over_ranks import save_over_ranks
+from infinity.checkpoint.parts import pack_extra
 from infinity.checkpoint.save import Beside, Stateful, save_checkpoint
 from infinity.checkpoint.series import Keep
 from infinity.durable.journal import Journal
+from infinity.durable.notes import unpack
 from infinity.durable.restore import restore
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import ConfigError
 from infinity.iteration import Iteration
 from infinity.lockstep import Want
+from infinity.ranks import Ranks
 from infinity.runtime import Runtime
 from infinity.sizes import parse_nbytes
 from infinity.updates import Updates
-from infinity.weights.export import ExportOptions, export_checkpoint
+from infinity.weights.export import ExportOptions, export_weights
 
 
 class EngineParts:
@@ -38,6 +41,12 @@ class EngineParts:
     _iteration: Iteration
     _access: ParameterAccess
     _journal: Journal | None = None  # where steps are durable
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share this engine's shards; one by itself if nobody does."""
+        lockstep = self._runtime.lockstep
+        return Ranks() if lockstep is None else lockstep.collectives.ranks
 
     def _meet(self, boundary: Want, what: str, value: str) -> AllRanks | None:
         """Wait until every rank does this with the same value; None with one rank."""
@@ -144,8 +153,7 @@ class StatefulEngine(EngineParts):
                 the folder. So many checkpoints of the series are kept, older ones are removed; "all" keeps them.
             wait: False returns as soon as it is known where everything lies; the checkpoint is written behind training,
                 with the values of now. What goes wrong then is raised by the next `step()`, `save()` or `wait_saved()`.
-                At most two are written at a time, to one place one: the next waits for the first. Several ranks
-                always wait.
+                At most two are written at a time, to one place one: the next waits for the first.
 
         Raises:
             CheckpointError: `path` cannot be written or is something else, or `extra` cannot be saved.
@@ -160,7 +168,7 @@ class StatefulEngine(EngineParts):
         ranks = self._meet(Want.SAVE, "the checkpoints to save", str(path))
         self._accept_edits()
         if ranks is not None:
-            save_over_ranks(self._runtime, self._updates, Path(path), beside, ranks, keep=keep)
+            save_over_ranks(self._runtime, self._updates, Path(path), beside, ranks, keep=keep, wait=wait)
         else:
             save_checkpoint(self._runtime, self._updates, Path(path), beside, keep=keep, wait=wait)
 
@@ -219,11 +227,11 @@ class StatefulEngine(EngineParts):
     ) -> None:
         """Write the weights as safetensors files that `from_pretrained` loads; a model of PEFT gives its adapter.
 
-        What `infinity checkpoint export` does, of a checkpoint that is made beside `path` and removed: for a moment the
-        drive holds that too, where its file system cannot share blocks. Memory is a few MiB.
+        What `infinity checkpoint export` writes of a checkpoint. Memory is a few MiB. With several ranks all of them
+        call it; the first one writes, and gets from the others what they hold, chunk by chunk.
 
         Args:
-            path: a folder to make.
+            path: a folder to make, where the first rank is.
             dtype: of the floating-point tensors; None for that in which the model computes.
             shard_size: most bytes of tensors in a file, such as "2GB"; None for one file.
             merge: write the model with the LoRA adapter added, not the adapter.
@@ -231,51 +239,85 @@ class StatefulEngine(EngineParts):
             config: a folder whose configuration and tokenizer are copied, in place of the model's own configuration.
 
         Raises:
-            CheckpointError: `path` is there or cannot be written, or several ranks share the model; or as `save`.
+            CheckpointError: `path` is there or cannot be written; or it failed on another rank.
             ConfigError: `shard_size` is no size, or there is no adapter to merge.
+            IterationError: an update was lost, or the running step has been applied in part.
         """
         self._check_open()
-        self._refuse_ranks()
         options = ExportOptions(dtype, _size_of(shard_size), None if config is None else Path(config), adapter, merge)
         target = Path(path).absolute()
-        refuse_other(target, lambda there: False)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{target.name}.", suffix=".exporting", dir=target.parent) as folder:
-            self.save(Path(folder) / "checkpoint")
-            export_checkpoint(Path(folder) / "checkpoint", target, options)
+        ranks = self._meet(Want.EXPORT, "the folders to export to", str(path))
+        with self._live(ranks, f"exporting to {target}") as live:
+            if ranks is None or ranks.member == 0:
+                export_weights(live, target, options)
 
-    def read_model_state(self) -> dict[str, torch.Tensor]:
-        """Called by `infinity.state_dicts`: copies of all parameters and persistent buffers."""
-        self._refuse_ranks()
-        self._accept_edits()
-        return read_values(self._runtime, self._updates)
+    def read_model_state(self, *, first_only: bool = False, trains_only: bool = False) -> dict[str, torch.Tensor]:
+        """Called by `infinity.state_dicts`: copies of all parameters and persistent buffers.
 
-    def write_model_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Called by `infinity.state_dicts`: replaces all parameters and persistent buffers."""
-        self._refuse_ranks()
+        Args:
+            first_only: on the first rank only; the others get nothing.
+            trains_only: without frozen parameters.
+        """
+        self._check_open()
+        ranks = self._meet(Want.MODEL_STATE, "the state dicts asked for", f"read {first_only} {trains_only}")
+        with self._live(ranks, "reading the parameters") as live:
+            if ranks is None or ranks.member == 0 or not first_only:
+                return read_values(self._runtime, live, trains_only=trains_only)
+            return {}
+
+    def write_model_state(self, state: Mapping[str, torch.Tensor], *, from_first: bool = False) -> None:
+        """Called by `infinity.state_dicts`: replaces all parameters and persistent buffers.
+
+        Args:
+            from_first: the state of the first rank is that of all.
+        """
+        self._check_open()
+        ranks = self._meet(Want.MODEL_STATE, "the uses of the state dict", f"write {from_first}")
         self._changed()
-        write_values(self._runtime, self._updates, self._iteration, state)
+        write_values(self._runtime, self._updates, self._iteration, state, ranks, from_first=from_first)
 
-    def read_optimizer_state(self) -> SlotStates:
-        """Called by the optimizer's `state_dict()`: copies of all moments."""
+    def read_optimizer_state(self, *, first_only: bool = False) -> SlotStates:
+        """Called by the optimizer's `state_dict()`: copies of all moments; with `first_only` on the first rank only."""
         self._check_open()
-        ranks = self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", "read")
-        return read_states(self._runtime, self._updates, ranks)
+        ranks = self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", f"read {first_only}")
+        with live_tensors(self._runtime, self._updates, ranks, "reading the optimizer's state") as live:
+            if ranks is None or ranks.member == 0 or not first_only:
+                return read_states(self._runtime, live)
+            return {}
 
-    def write_optimizer_state(self, states: SlotStates) -> None:
-        """Called by the optimizer's `load_state_dict()`: replaces all moments and step counts."""
+    def write_optimizer_state(self, states: SlotStates, *, from_first: bool = False) -> None:
+        """Called by the optimizer's `load_state_dict()`: replaces all moments and step counts.
+
+        Args:
+            from_first: the first rank has the moments; the states of the others only tell the step counts.
+        """
         self._check_open()
-        self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", "load")
+        ranks = self._meet(Want.OPTIMIZER_STATE, "the uses of the optimizer's state_dict()", f"load {from_first}")
         self._changed()
-        write_states(self._runtime, self._updates, states)
+        write_states(self._runtime, self._updates, states, ranks, from_first=from_first)
 
-    def _refuse_ranks(self) -> None:
+    def from_first_rank(self, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Called by the optimizer: what the first rank makes, on all ranks.
+
+        Raises:
+            CheckpointError: it failed there, or made something that cannot be sent.
+        """
         self._check_open()
-        if self._runtime.lockstep is not None:
-            raise CheckpointError(
-                "several ranks share the model, and no rank holds all of it; use engine.save() and engine.load(). What "
-                "they write infinity.checkpoint.dcp_reader gives to other tools"
-            )
+        what = "the optimizer's state of the first rank"
+        ranks = self._meet(Want.OPTIMIZER_STATE, what, "from first")
+        if ranks is None:
+            return dict(make())
+        with ranks.together(what):
+            packed = pack_extra(make()) if ranks.member == 0 else b""
+        return unpack(ranks.exchange_bytes(packed)[0])
+
+    @contextmanager
+    def _live(self, ranks: AllRanks | None, what: str) -> Iterator[LiveTensors]:
+        """The tensors as they are now, edits included."""
+        with (ranks or OneRank()).together(what):
+            self._accept_edits()
+        with live_tensors(self._runtime, self._updates, ranks, what) as live:
+            yield live
 
 
 def _size_of(given: int | str | None) -> int | None:

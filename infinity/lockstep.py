@@ -41,6 +41,8 @@ class Want(IntEnum):
     LOAD = 25
     OPTIMIZER_STATE = 26
     RESTORE = 27
+    EXPORT = 28
+    MODEL_STATE = 29
 
 
 _TOGETHER = frozenset(want for want in Want if want >= Want.CLIP)
@@ -56,6 +58,8 @@ _NAMES = {
     Want.SAVE: "saves a checkpoint",
     Want.LOAD: "loads a checkpoint",
     Want.RESTORE: "goes back to its last commit",
+    Want.EXPORT: "exports the weights",
+    Want.MODEL_STATE: "asks for, or loads, the model's state dict",
     Want.OPTIMIZER_STATE: "asks for, or loads, the optimizer's state_dict()",
 }
 
@@ -152,6 +156,11 @@ class Lockstep:
         """Texts of all ranks, after they have met, by member."""
         with self.stalls.charged(StallCause.RANKS):
             return self.collectives.exchange_text(mine)
+
+    def exchange_bytes(self, mine: bytes) -> list[bytes]:
+        """The same in bytes."""
+        with self.stalls.charged(StallCause.RANKS):
+            return self.collectives.exchange_bytes(mine)
 
     def _round(self, want: Want, index: int, flat: torch.Tensor | None = None, *values: int) -> list[list[int]]:
         record = torch.zeros(2 + _VALUES, dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from storage.filesystems import find_file_system
 
 TEMPORARY_PREFIX = "infinity-swap-"
 _log = logging.getLogger(__name__)
+_FOLDER_OF_RANK = re.compile(r"rank(\d+)")
 _ON_DISK = Path("/var/tmp")
 
 
@@ -56,6 +58,15 @@ def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -
 def directory_of_rank(path: Path, rank: int) -> Path:
     """The folder of one rank among several in a directory that was given."""
     return path / f"rank{rank}"
+
+
+def folders_of_ranks(path: Path) -> list[Path]:
+    """The folders of ranks that are in a directory that was given, by the number of the rank."""
+    if not path.is_dir():
+        return []
+    ranks = [int(match[1]) for inside in path.iterdir() if (match := _FOLDER_OF_RANK.fullmatch(inside.name))]
+    folders = [directory_of_rank(path, rank) for rank in sorted(ranks)]
+    return [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
 
 
 def default_directory() -> Path:

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.config import Config, Precision
 from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.meshes import reduced
 from infinity.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -166,16 +167,16 @@ class TensorParallel:
     def norms(self, names: Iterable[str], norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Norms of whole parameters from those of their local shards; a call of all ranks of the meshes."""
         found = list(norms)
-        by_group: dict[Any, list[int]] = {}
+        by_group: dict[Any, tuple[DeviceMesh, int, list[int]]] = {}
         for number, name in enumerate(names):
             spread = self._spreads.get(name)
             for dimension in spread.sharded_dimensions if spread is not None else ():
-                by_group.setdefault(spread.mesh.get_group(dimension), []).append(number)  # type: ignore[union-attr]
-        for group, numbers in by_group.items():
-            device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-            squares = torch.stack([found[number].double().square() for number in numbers]).to(device)
-            dist.all_reduce(squares, group=group)
-            for number, square in zip(numbers, squares.cpu().unbind(), strict=True):
+                place = spread.mesh.get_group(dimension)  # type: ignore[union-attr]
+                by_group.setdefault(place, (spread.mesh, dimension, []))[2].append(number)  # type: ignore[union-attr]
+        for mesh, dimension, numbers in by_group.values():
+            squares = torch.stack([found[number].cpu().double().square() for number in numbers])
+            squares = reduced(squares, mesh, dimension, dist.ReduceOp.SUM)
+            for number, square in zip(numbers, squares.unbind(), strict=True):
                 found[number] = square.sqrt().to(norms[number])
         return found
 

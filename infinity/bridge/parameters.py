@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from infinity.config import Precision
 from infinity.errors import ConfigError, UnsupportedModelError
+from infinity.meshes import reduced
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -146,10 +147,8 @@ def any_rank_has(flag: bool, parameters: Sequence[LocalParameter]) -> bool:
     meshes = {id(m): m for p in parameters if (m := getattr(p.parameter, "device_mesh", None)) is not None}
     found = torch.tensor(float(flag))
     for mesh in meshes.values():
-        there = found.to(mesh.device_type)
         for dimension in range(mesh.ndim):
-            dist.all_reduce(there, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
-        found = there.cpu()
+            found = reduced(found, mesh, dimension, dist.ReduceOp.MAX)
     return bool(found)
 
 

@@ -21,22 +21,24 @@ import torch
 import torch.distributed as dist
 
 from infinity.bridge.parameters import LocalParameter, any_rank_has, local_of, local_parameters
-from infinity.bridge.plan import SectionSizes, plan_state
+from infinity.bridge.plan import SectionSizes, StatePlan, plan_state
 from infinity.bridge.section import Section, SectionUpdate, make_sections
 from infinity.bridge.stream import Passage, RecordStream
 from infinity.checkpoint.moments import SlotState, SlotStates
 from infinity.config import Config, OptimizerKind
 from infinity.errors import ConfigError, InfinityError, IterationError
+from infinity.observe.counters import stall_counters, store_counters
 from infinity.observe.stalls import StallClock
+from infinity.observe.trace import Trace
 from infinity.optim.hyper import Hyper
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.sizes import format_nbytes
 from infinity.swap_directories import swap_directories
-from infinity.swap_files import open_log, speeds_to_start_with, storage_options
+from infinity.swap_files import open_log, speeds_to_start_with, storage_options, traced
 from storage.budget import TierBudget
 from storage.pool import HostPool
+from storage.space import DriveReport
 from storage.store import ShardStore
-from storage.types import Op
 
 _USED = ("host", "nvme", "chunk", "optimizer_threads")
 _HOST_SHARE = 2  # a budget that is not given is this fraction of what is available
@@ -67,6 +69,7 @@ class StateTier:
         self._is_closed = False
         self._step = 0
         self._chunks_done = 0
+        self.trace = Trace()
         with ExitStack() as stack:
             threads = KernelThreads(config.optimizer_threads)
             stack.callback(threads.close)
@@ -93,8 +96,13 @@ class StateTier:
         self.pool = HostPool(host_nbytes)
         stack.callback(self.pool.close)
         self.budget = TierBudget("chunks in transit", plan.transit_nbytes)
-        self.store = _open_store(self._config, plan.nvme_nbytes, plan.transit_nbytes, local_size, stack)
-        self.stalls = StallClock(self._config.nvme.io_timeout_s, self._progress, self.report)
+        self.store = _open_store(self._config, plan, local_size, self.trace, stack)
+        self.stalls = StallClock(
+            self._config.nvme.io_timeout_s,
+            self._progress,
+            self.report,
+            on_stall=lambda cause, start_s, duration_s: self.trace.add(cause, "stall", start_s, duration_s),
+        )
         self._stream = RecordStream(self.store, self.pool, self.budget, self.stalls)
         for section, count in zip(self.sections, plan.kept, strict=True):
             for number, record in enumerate(section.records):
@@ -131,9 +139,12 @@ class StateTier:
         try:
             for update in updates:
                 update.begin()
-            for buffer in self._stream.pass_through([passage for _, own in passages for passage in own], self._step):
-                owner[buffer.passage.record.key].compute(buffer)
-                self._chunks_done += 1
+            with self.trace.phase(str(self._step), "step"):
+                for buffer in self._stream.pass_through([one for _, own in passages for one in own], self._step):
+                    key = buffer.passage.record.key
+                    with self.trace.phase(key, "optimizer"):
+                        owner[key].compute(buffer)
+                    self._chunks_done += 1
         except BaseException as error:
             self._torn = f"step {self._step} was lost half-way ({type(error).__name__}: {error})"
             raise
@@ -236,19 +247,40 @@ class StateTier:
         """All counters as one flat dictionary, after everything under way has landed. Bytes end in `_bytes`."""
         self._check_open()
         self._stream.drain()
+        return self.counters()
+
+    def counters(self) -> dict[str, float]:
+        """The same as they stand now: waits for nothing, so it can be read after every step."""
+        self._check_open()
         flat: dict[str, float] = {"step": self._step, "optimizer/chunks": self._chunks_done}
         flat["host/budget_bytes"] = self.pool.capacity_nbytes
         flat["host/held_bytes"], flat["host/peak_bytes"] = self.pool.leased_nbytes, self.pool.peak_nbytes
-        flat["host/kept_bytes"], flat["nvme/capacity_bytes"] = self.plan.kept_nbytes, self.plan.nvme_nbytes
-        if self.store is not None:
-            for op in Op:
-                total = self.store.stats.total(op)
-                flat[f"nvme/{op.value}_bytes"] = total.moved_nbytes
-                flat[f"nvme/{op.value}_payload_bytes"] = total.payload_nbytes
+        flat["host/kept_bytes"] = self.plan.kept_nbytes
+        flat |= {} if self.store is None else store_counters(self.store)
+        flat["nvme/capacity_bytes"] = self.plan.nvme_nbytes
         flat["readahead/reads_ahead"] = self._stream.reads_ahead
         flat["readahead/reads_on_demand"] = self._stream.reads_on_demand
-        flat |= {f"stall/{cause.value}_s": seconds for cause, seconds in self.stalls.seconds.items()}
-        return flat
+        return flat | stall_counters(self.stalls)
+
+    @property
+    def config(self) -> Config:
+        """What the optimizer was given."""
+        return self._config
+
+    @property
+    def drives(self) -> list[DriveReport]:
+        """What each drive with swap files has done and holds; none without any."""
+        return self.store.drive_report() if self.store is not None else []
+
+    @property
+    def parameters_numel(self) -> int:
+        """Elements of this rank's parts of the parameters that train."""
+        return sum(parameter.values().numel() for parameter in self.parameters if parameter.trains)
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of their state, in host memory and in swap files."""
+        return self.plan.kept_nbytes + self.plan.nvme_nbytes
 
     def report(self) -> str:
         """What is in flight and who holds memory, for error messages."""
@@ -340,22 +372,24 @@ def _host_nbytes(config: Config, local_size: int) -> int:
 
 
 def _open_store(
-    config: Config, nbytes: int, transit_nbytes: int, local_size: int, stack: ExitStack
+    config: Config, plan: StatePlan, local_size: int, trace: Trace, stack: ExitStack
 ) -> ShardStore | None:
-    if not nbytes:
+    if not plan.nvme_nbytes:
         return None
     nvme = config.nvme
     is_one_of_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     rank = dist.get_rank() if is_one_of_several else None
     paths = stack.enter_context(swap_directories(nvme.paths, rank=rank))
-    log = open_log(nvme, rank, stack)
+    wrap = traced(trace, open_log(nvme, rank, stack))
     files_nbytes = None if nvme.budget is None else nvme.budget // local_size
     store = ShardStore.open(
         paths,
-        nbytes,
-        options=storage_options(nvme, write_memory_nbytes=transit_nbytes // len(paths), files_nbytes=files_nbytes),
+        plan.nvme_nbytes,
+        options=storage_options(
+            nvme, write_memory_nbytes=plan.transit_nbytes // len(paths), files_nbytes=files_nbytes
+        ),
         speeds=speeds_to_start_with(nvme, paths),
-        wrap_backend=None if log is None else log.wrap,
+        wrap_backend=wrap,
     )
     stack.callback(store.close)
     return store

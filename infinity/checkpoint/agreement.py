@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import torch
+
 from infinity.checkpoint.format import DamagedCheckpointError
 from infinity.errors import CheckpointError, RankError
 from infinity.lockstep import Lockstep
+from infinity.observe.stalls import StallCause
 
 _DAMAGED = "damaged"
 
@@ -42,15 +45,38 @@ class AllRanks:
 
     def __init__(self, lockstep: Lockstep) -> None:
         self.collectives = lockstep.collectives
-        self._exchange = lockstep.exchange_text
+        self._lockstep = lockstep
 
     @property
     def member(self) -> int:
         return self.collectives.ranks.member
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Global ranks, by number among those of the engine."""
+        return self.collectives.ranks.members
+
     def texts(self, mine: str) -> list[str]:
         """What every rank says, in the order of their numbers."""
-        return self._exchange(mine)
+        return self._lockstep.exchange_text(mine)
+
+    def exchange_bytes(self, mine: bytes) -> list[bytes]:
+        """The same in bytes."""
+        return self._lockstep.exchange_bytes(mine)
+
+    def exchange(self, mine: torch.Tensor) -> torch.Tensor:
+        """Equal 1-D CPU tensors of all ranks; row m is member m's."""
+        return self._lockstep.exchange(mine)
+
+    def send(self, values: torch.Tensor, member: int) -> None:
+        """Give a CPU tensor to a member, which receives it now."""
+        with self._lockstep.stalls.charged(StallCause.RANKS):
+            self.collectives.send(values, member)
+
+    def receive(self, values: torch.Tensor, member: int) -> None:
+        """Fill a CPU tensor with what a member sends now."""
+        with self._lockstep.stalls.charged(StallCause.RANKS):
+            self.collectives.receive(values, member)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -60,10 +86,10 @@ class AllRanks:
             raise  # there is nobody to tell
         except BaseException as error:
             kind = _DAMAGED if isinstance(error, DamagedCheckpointError) else "failed"
-            self._exchange(f"{kind}: {type(error).__name__}: {error}")
+            self.texts(f"{kind}: {type(error).__name__}: {error}")
             raise
-        said = self._exchange("")
-        for rank, text in zip(self.collectives.ranks.members, said, strict=True):
+        said = self.texts("")
+        for rank, text in zip(self.members, said, strict=True):
             if text:
                 kind, _, reason = text.partition(": ")
                 error_class = DamagedCheckpointError if kind == _DAMAGED else CheckpointError

@@ -42,7 +42,7 @@ def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Itera
     path = Path(os.path.abspath(path))
     refuse_other(path, is_replaceable)
     made = path.parent / f".{path.name}.saving"
-    try:
+    with writing(path):
         make_folders(path.parent)
         made.mkdir(exist_ok=True)
         with ExitStack() as locks:
@@ -58,6 +58,17 @@ def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Itera
                 shutil.rmtree(before_of(path), ignore_errors=True)
             finally:
                 shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A block that writes a part of what shall be at `path`.
+
+    Raises:
+        CheckpointError: the system refused something.
+    """
+    try:
+        yield
     except StorageError:
         raise  # a swap file, not the checkpoint; it says so itself
     except OSError as error:

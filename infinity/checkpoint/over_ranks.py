@@ -2,6 +2,9 @@
 
 The folder has to be on a file system that all ranks see. Of ranks that hold the same shards (hybrid sharding) those of
 the first row write. What is loaded depends on names alone, so any other number of ranks can load it.
+
+The ranks meet to capture what is to be saved. Each then writes by itself, behind training or not, and how it ends is
+agreed on by notes (`outcome`).
 """
 
 from __future__ import annotations
@@ -17,22 +20,31 @@ from typing import Any
 from infinity.checkpoint.agreement import AllRanks
 from infinity.checkpoint.capture import capture_group
 from infinity.checkpoint.description import describe_model
-from infinity.checkpoint.folder import replaced_folder
+from infinity.checkpoint.folder import replaced_folder, writing
 from infinity.checkpoint.format import INDEX_FILE, FileEntry, ParameterEntry, merged, parse_entry
+from infinity.checkpoint.outcome import SharedOutcome
 from infinity.checkpoint.parts import aliases_of, copy_buffers, optimizer_entries
 from infinity.checkpoint.pending import save_gradients
 from infinity.checkpoint.rng import rng_state
-from infinity.checkpoint.save import Beside, Small, finish_folder, note_in_series, settle_for_saving
+from infinity.checkpoint.save import Beside, Small, finish_folder, note_in_series, settle_for_saving, write
 from infinity.checkpoint.saver import CapturedSave
 from infinity.checkpoint.series import Keep
 from infinity.checkpoint.shard_file import ShardFile
 from infinity.errors import CheckpointError
 from infinity.runtime import Runtime
 from infinity.updates import Updates
+from storage.held import HeldKeys
 
 
 def save_over_ranks(
-    runtime: Runtime, updates: Updates, path: Path, beside: Beside, ranks: AllRanks, *, keep: Keep = None
+    runtime: Runtime,
+    updates: Updates,
+    path: Path,
+    beside: Beside,
+    ranks: AllRanks,
+    *,
+    keep: Keep = None,
+    wait: bool = True,
 ) -> None:
     """Write everything a run needs to go on; see `Engine.save`. All ranks have met.
 
@@ -52,28 +64,67 @@ def save_over_ranks(
                 if keep is not None:
                     stack.push(partial(note_in_series, path, keep))
                 made = str(stack.enter_context(replaced_folder(path, lambda there: (there / INDEX_FILE).exists())))
+            else:
+                stack.enter_context(writing(path))
         folder = Path(ranks.texts(made)[0])
-        mine: dict[str, Any] = {}
+        files: list[ShardFile] = []
+        parameters: dict[str, ParameterEntry] = {}
+        pending: dict[str, FileEntry] = {}
         with ranks.together(what):
             _refuse_unseen(folder, path)
             if ranks.collectives.ranks.replica == 0:
-                mine = _write_shards(runtime, path, folder, ranks.collectives.ranks.shard)
-        said = [json.loads(text) for text in ranks.texts(json.dumps({**mine, "rng": rng_state()}))]
+                shard = ranks.collectives.ranks.shard
+                files = [capture_group(runtime, group, shard) for group in runtime.groups]
+                parameters, pending = save_gradients(runtime, folder, merged([f.entries for f in files]), shard)
+        mine = {"parameters": {name: asdict(entry) for name, entry in parameters.items()}, "rng": rng_state()}
+        said = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
         with ranks.together(what):
-            if ranks.member == 0:
-                small = Small(
-                    packed=packed,
-                    buffers=copy_buffers(runtime.model),
-                    optimizer=entries,
-                    rng=[one["rng"] for one in said],
-                    step=max((step for state in runtime.states.values() for step in state.steps), default=0),
-                    precision=runtime.config.precision.value,
-                    parameters=merged([_entries(one) for one in said]),
-                    aliases=aliases_of(runtime.model),
-                    descriptions=describe_model(runtime.model),
-                )
-                finish_folder(folder, small, _files(said))
-                stack.close()  # the folder takes its place
+            small = Small(
+                packed=packed,
+                buffers=copy_buffers(runtime.model) if ranks.member == 0 else {},
+                optimizer=entries,
+                rng=[one["rng"] for one in said],
+                step=max((step for state in runtime.states.values() for step in state.steps), default=0),
+                precision=runtime.config.precision.value,
+                parameters=merged([_entries(one) for one in said]),
+                aliases=aliases_of(runtime.model),
+                descriptions=describe_model(runtime.model),
+                files=pending,
+            )
+            files = [file for file in files if file.parts]
+            held = None
+            if runtime.store is not None and files:
+                held = runtime.store.hold(sorted(set[str]().union(*map(ShardFile.stored_keys, files))))
+                stack.callback(held.close)
+        save = _part(path, folder, files, held, small, ranks, stack.pop_all())
+    write(runtime, save, wait=wait)
+
+
+def _part(
+    path: Path,
+    folder: Path,
+    files: list[ShardFile],
+    held: HeldKeys | None,
+    small: Small,
+    ranks: AllRanks,
+    ending: ExitStack,
+) -> CapturedSave:
+    """This rank's part of a checkpoint. `ending` puts the folder in its place, on the first rank, which has made it."""
+    bulletin = ranks.collectives.bulletin()
+    outcome = SharedOutcome(bulletin, ranks.member, ranks.members, f"saving {path}")
+
+    def finish(written: Mapping[str, FileEntry]) -> None:
+        if ranks.member == 0:
+            finish_folder(folder, small, {**written, **outcome.collect()})
+        else:
+            outcome.post({**written, **small.files})
+
+    closing = ExitStack()
+    closing.push(outcome.end)  # what is pushed first ends last
+    closing.push(ending)
+    save = CapturedSave(path, folder, files, held, finish, closing, on_progress=bulletin.tick)
+    outcome.on_progress = save.note_progress
+    return save
 
 
 def _refuse_unseen(folder: Path, path: Path) -> None:
@@ -84,27 +135,5 @@ def _refuse_unseen(folder: Path, path: Path) -> None:
         )
 
 
-def _write_shards(runtime: Runtime, path: Path, folder: Path, shard: int) -> dict[str, Any]:
-    """Write this rank's files; what the index is to say about them."""
-    files = [capture_group(runtime, group, shard) for group in runtime.groups]
-    parameters, pending = save_gradients(runtime, folder, merged([file.entries for file in files]), shard)
-    written: dict[str, FileEntry] = dict(pending)
-    files = [file for file in files if file.parts]
-    with ExitStack() as stack:
-        held = None
-        if runtime.store is not None:
-            held = runtime.store.hold(sorted(set[str]().union(*map(ShardFile.stored_keys, files))))
-            stack.callback(held.close)
-        runtime.saver.write(CapturedSave(path, folder, files, held, written.update, stack.pop_all()))
-    return {
-        "parameters": {name: asdict(entry) for name, entry in parameters.items()},
-        "files": {name: asdict(entry) for name, entry in written.items()},
-    }
-
-
 def _entries(said: Mapping[str, Any]) -> dict[str, ParameterEntry]:
-    return {name: parse_entry(entry) for name, entry in said.get("parameters", {}).items()}
-
-
-def _files(said: list[dict[str, Any]]) -> dict[str, FileEntry]:
-    return {name: FileEntry(**entry) for one in said for name, entry in one.get("files", {}).items()}
+    return {name: parse_entry(entry) for name, entry in said["parameters"].items()}

@@ -100,7 +100,11 @@ def save_checkpoint(
     """Write everything a run needs to go on; see `Engine.save`."""
     path = Path(path).absolute()
     settle_for_saving(runtime, updates, path, keep)
-    save = _capture(runtime, path, beside, keep)
+    write(runtime, _capture(runtime, path, beside, keep), wait=wait)
+
+
+def write(runtime: Runtime, save: CapturedSave, *, wait: bool) -> None:
+    """Write what has been captured: now, or behind training if there is room for that."""
     if wait or not _has_room(runtime, save):
         runtime.saver.write(save)
     else:

@@ -84,6 +84,7 @@ class CapturedSave:
         held: what of them lies in swap files; let go when it has been copied.
         finish: told what became of the files; writes what else belongs to the checkpoint, the index last.
         closing: ends the folder: with an exception it removes it, without it puts it in its place.
+        on_progress: told, on the thread that writes, that something has been written.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class CapturedSave:
         held: HeldKeys | None,
         finish: Callable[[Mapping[str, FileEntry]], None],
         closing: ExitStack,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
         self.ticket = Ticket(f"saving {path}")
@@ -103,6 +105,7 @@ class CapturedSave:
         self._held = held
         self._finish = finish
         self._closing = closing
+        self._on_progress = on_progress
         self._state = SaveState.CAPTURED
         self._error: BaseException | None = None
         self._files = files
@@ -175,7 +178,7 @@ class CapturedSave:
             for part in parts:
                 self._raise_error()
                 part.write()
-                self.progress += 1
+                self._moved()
         entries = {}
         for file in self._files:
             writer = self._writers[file.name]
@@ -183,13 +186,21 @@ class CapturedSave:
                 if isinstance(one.source, StoredSource) and self._held is not None:
                     self._raise_error()
                     writer.copy(one.name, self._held, one.source.key, one.source.offset, self.copier)
-                    self.progress += 1
+                    self._moved()
             self._raise_error()
             entries[file.name] = writer.finish()
-            self.progress += 1
+            self._moved()
         self._let_go()
         self._raise_error()
         self._finish(entries)
+
+    def note_progress(self) -> None:
+        """What it waits for has moved: nobody takes it for stuck."""
+        self.progress += 1
+
+    def _moved(self) -> None:
+        self.progress += 1
+        self._on_progress()
 
     def _raise_error(self) -> None:
         if self._error is not None:

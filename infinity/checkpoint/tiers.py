@@ -10,7 +10,7 @@ holds the newest bytes of everything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -66,10 +66,11 @@ class _Swapped:
 class _Part:
     """One tensor of a span. `is_in_place`: it is host memory that is the value; else a buffer for what is `swapped`.
 
-    `swapped` is None where the swap files do not hold it.
+    `swapped` is None where the swap files do not hold it; `name` is that of the field of state.
     """
 
     kind: str
+    name: str
     tensor: torch.Tensor
     swapped: _Swapped | None = None
     is_in_place: bool = False
@@ -122,17 +123,20 @@ class Tiers(Closing):
             yield from _cut(group, group.param_span.start, group.state_span.start, self._numel, None)
             yield from _cut(group, group.state_span.stop, group.param_span.stop, self._numel, None)
 
-    def read(self, span: Span, *, param: bool = True) -> Values:
+    def read(self, span: Span, *, param: bool = True, fields: Collection[str] | None = None) -> Values:
         """The present values; valid until the next span. State that was never updated is as the kernel begins it.
 
         Args:
             param: read the parameters too; else their bytes are undefined where they are not in place.
+            fields: of the state, which to read; None for all. The others are undefined where they are not in place.
         """
         values = self._values(span)
         is_born = span.record is not None and span.record.is_initialised
         wanted = {"state": is_born, "param": param or (not is_born and "master" in values.state)}
         tickets = []
         for part in values._parts:
+            if part.kind == "state" and fields is not None and part.name not in fields:
+                continue
             if part.swapped is not None and not part.is_in_place and wanted[part.kind]:
                 at, tag = part.swapped, TrafficTag(part.kind, CHECKPOINT_STEP)
                 tickets.append(
@@ -201,8 +205,8 @@ class Tiers(Closing):
         if copy.pinned:
             memory = copy.memory[offset : last * dtype.itemsize]
             stored = _Swapped(span.group.key, offset, memory) if copy.is_stored else None
-            return _Part("param", copy.tensor[first:last], stored, is_in_place=True)
-        return _in_buffer("param", span.numel, dtype, left, span.group.key, offset)
+            return _Part("param", "", copy.tensor[first:last], stored, is_in_place=True)
+        return _in_buffer("param", "", span.numel, dtype, left, span.group.key, offset)
 
     def _state(self, span: Span, record: Record, left: _Carver) -> dict[str, _Part]:
         first = span.start - record.chunk.start
@@ -215,9 +219,10 @@ class Tiers(Closing):
             if in_place is not None and record.lease is not None:
                 memory = record.lease.memory[offset : offset + align_up(numel * f.dtype.itemsize, PAGE_NBYTES)]
                 stored = _Swapped(record.key, offset, memory) if record.is_stored else None
-                parts[f.name] = _Part("state", in_place[number][at : at + numel], stored, is_in_place=True)
+                values = in_place[number][at : at + numel]
+                parts[f.name] = _Part("state", f.name, values, stored, is_in_place=True)
             else:
-                parts[f.name] = _in_buffer("state", numel, f.dtype, left, record.key, offset)
+                parts[f.name] = _in_buffer("state", f.name, numel, f.dtype, left, record.key, offset)
             field_offset += f.stored_nbytes(record.chunk.numel)
         return parts
 
@@ -238,9 +243,11 @@ def blank_moment(values: Values, name: str) -> torch.Tensor:
     return stored.zero_() if stored is not None and stored.dtype is torch.float32 else torch.zeros(values.span.numel)
 
 
-def _in_buffer(kind: str, numel: int, dtype: torch.dtype, left: _Carver, key: str, offset: int) -> _Part:
+def _in_buffer(
+    kind: str, name: str, numel: int, dtype: torch.dtype, left: _Carver, key: str, offset: int
+) -> _Part:
     memory = left.take(align_up(numel * dtype.itemsize, PAGE_NBYTES))
-    return _Part(kind, torch.frombuffer(memory, dtype=dtype, count=numel), _Swapped(key, offset, memory))
+    return _Part(kind, name, torch.frombuffer(memory, dtype=dtype, count=numel), _Swapped(key, offset, memory))
 
 
 def _cut(group: FlatGroup, start: int, stop: int, numel: int, record: Record | None) -> Iterator[Span]:

@@ -40,7 +40,11 @@ def load(engine: Engine, folder: Path, settings: RunSettings) -> tuple[int, list
     Returns:
         The number of the next step, and what of the training is different from the saved run's, in words.
     """
-    extra = engine.load(folder) if settings.continues is None else engine.restore()
+    if settings.continues is None:
+        extra = engine.load(folder)
+    else:
+        engine.restore()
+        extra = settings.continues.extra
     try:
         next_step = int(extra["next_step"])
         saved = dict(extra["training"])

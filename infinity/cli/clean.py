@@ -12,7 +12,7 @@ from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_json
 from infinity.errors import ConfigError
 from infinity.sizes import format_nbytes
-from infinity.swap_directories import TEMPORARY_PREFIX
+from infinity.swap_directories import TEMPORARY_PREFIX, folders_of_ranks
 from storage.cleanup import FoundFolder, find_run_folders, remove_dead
 from storage.resumable import FoundRun, find_durable, remove_durable
 
@@ -31,19 +31,24 @@ def clean(directory: Path, report_path: Path | None, *, resumable: bool = False)
         what = "is not a folder" if directory.exists() else "does not exist"
         raise ConfigError(f"{directory}: this {what}; give the folder that --nvme was given")
     check_files(json=report_path)
-    found, removed = _clean_all([directory, *_temporary_folders(directory)])
+    of_ranks = folders_of_ranks(directory)
+    found, removed = _clean_all([directory, *of_ranks, *_temporary_folders(directory)])
     gone = {folder.path for folder in removed}
     left = [folder for folder in found if folder.path not in gone]
-    runs = find_durable(directory)
-    runs_removed = remove_durable(directory, with_resumable=resumable)
+    runs = [run for place in (directory, *of_ranks) for run in find_durable(place)]
+    runs_removed = [r for place in (directory, *of_ranks) for r in remove_durable(place, with_resumable=resumable)]
+    emptied = {folder.path.parent for folder in (*removed, *(run.folder for run in runs_removed))}
+    for place in emptied.intersection(of_ranks):
+        if not any(place.iterdir()):
+            place.rmdir()
     gone = {run.folder.path for run in runs_removed}
     runs_left = [run for run in runs if run.folder.path not in gone]
     console = make_console()
     if not found and not runs:
         console.print(f"{directory}: no swap folders", markup=False, soft_wrap=True)
     else:
-        table = _table(removed, left)
-        _add_runs(table, runs_removed, runs_left)
+        table = _table(directory, removed, left)
+        _add_runs(table, directory, runs_removed, runs_left)
         console.print(table)
     report = {
         "removed": [_to_json(f) for f in removed] + [_run_json(run) for run in runs_removed],
@@ -70,29 +75,29 @@ def _clean_all(directories: list[Path]) -> tuple[list[FoundFolder], list[FoundFo
     return found, removed
 
 
-def _table(removed: list[FoundFolder], left: list[FoundFolder]) -> Table:
+def _table(directory: Path, removed: list[FoundFolder], left: list[FoundFolder]) -> Table:
     table = Table("folder", "owner", "bytes", "what happened", box=box.SIMPLE, pad_edge=False)
     for folder in removed:
-        table.add_row(folder.path.name, _owner(folder), format_nbytes(folder.nbytes), "removed: its owner is dead")
+        table.add_row(*_cells(directory, folder), "removed: its owner is dead")
     for folder in left:
         why = "left: its owner is running" if folder.is_alive else "left: it does not say who owns it"
-        table.add_row(folder.path.name, _owner(folder), format_nbytes(folder.nbytes), why)
+        table.add_row(*_cells(directory, folder), why)
     return table
 
 
-def _add_runs(table: Table, removed: list[FoundRun], left: list[FoundRun]) -> None:
+def _add_runs(table: Table, directory: Path, removed: list[FoundRun], left: list[FoundRun]) -> None:
     for run in removed:
-        table.add_row(*_cells(run), f"removed: {_state_of(run)}")
+        table.add_row(*_cells(directory, run.folder), f"removed: {_state_of(run)}")
     for run in left:
         if run.folder.is_alive:
             why = "left: its owner is running"
         else:
             why = f"left: {_state_of(run)}; continue it with `infinity train --resume`, or remove it with --resumable"
-        table.add_row(*_cells(run), why)
+        table.add_row(*_cells(directory, run.folder), why)
 
 
-def _cells(run: FoundRun) -> tuple[str, str, str]:
-    return run.folder.path.name, _owner(run.folder), format_nbytes(run.folder.nbytes)
+def _cells(directory: Path, folder: FoundFolder) -> tuple[str, str, str]:
+    return str(folder.path.relative_to(directory)), _owner(folder), format_nbytes(folder.nbytes)
 
 
 def _state_of(run: FoundRun) -> str:

@@ -19,6 +19,7 @@ from infinity.cli.console import make_console
 from infinity.cli.display import Display
 from infinity.cli.hashing import hash_parameters
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of
+from infinity.cli.ranks import any_rank
 from infinity.cli.recording import Recording
 from infinity.cli.records import Counters, StepRecord
 from infinity.cli.report import Measured, begin_report
@@ -101,6 +102,9 @@ class _Session:
             self.display.say(f"resumed {options.resume}: continuing with step {run.first_step}")
             for change in changed:
                 self.display.say(f"different from the saved run: {change}")
+        if settings.config.durability is Durability.STEP:  # a run that is killed in its first step can be continued
+            first_step, steps = run.first_step, settings.training.steps
+            engine.note(checkpoints.position(settings, first_step, first_step + steps))
         tables = preflight(
             engine.plan,
             accumulate=settings.training.accumulate,
@@ -160,12 +164,13 @@ class _Session:
         verdict = self._guard.step_ended()
         if verdict.message:
             self.display.say(verdict.message)
-        if verdict.must_stop:
+        must_stop = any_rank(verdict.must_stop)
+        if must_stop:
             self.display.say(f"stopping after step {step}: nvme.wear_action is 'stop'")
         elif verdict.pause_s and step + 1 < last_step:
             time.sleep(verdict.pause_s)
             self._observer.paused(verdict.pause_s)
-        return verdict.must_stop
+        return must_stop
 
     def finish(self) -> OffloadedRun:
         """Predict, save, and read from the engine what is read before it is closed."""

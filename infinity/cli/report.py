@@ -12,6 +12,7 @@ from infinity.cli.memory import activation_nbytes, peak_rss_bytes
 from infinity.cli.records import Counters, StepRecord, seconds_of_a_step
 from infinity.cli.settings import RunSettings
 from infinity.engine import Engine
+from infinity.observe.counters import by_prefix, drive_facts
 from infinity.observe.metrics import Traffic
 from infinity.plan.observed import Prediction
 from infinity.plan.summary import Plan
@@ -104,31 +105,14 @@ def make_report(
         "peaks": peaks | {"nvme": plan.placement.nvme_nbytes},
         "traffic": asdict(measured.traffic),
         "expected_traffic": _expected(settings, plan, len(records), is_resumed=first_step > 0),
-        "stalls": _by_prefix(counters, "stall/", "_s"),
+        "stalls": by_prefix(counters, "stall/", "_s"),
         "readahead": _readahead(records, counters),
         "io_engine": measured.io_engine,
-        "drives": [_drive_json(drive) for drive in measured.drives],
+        "drives": [drive_facts(drive) for drive in measured.drives],
         "prediction": {"step_seconds": None} if prediction is None else prediction.to_json(),
         "wear": [asdict(one) | {"text": one.describe()} for one in wear],
         "baseline": None,
     }
-
-
-def _drive_json(drive: DriveReport) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "directory": drive.directory,
-        "held_bytes": drive.held_nbytes,
-        "file_bytes": drive.capacity_nbytes,
-        "state": drive.state.value,
-        "cause": drive.cause,
-    }
-    for name, reading in (("read", drive.read), ("write", drive.write)):
-        found |= {
-            f"{name}_bytes": reading.nbytes,
-            f"{name}_busy_s": reading.busy_s,
-            f"{name}_bytes_per_s": reading.nbytes_per_s,
-        }
-    return found
 
 
 def add_baseline(report: dict[str, Any], comparison: Comparison, first_step: int) -> None:
@@ -177,18 +161,10 @@ def _traffic_json(traffic: StepTraffic) -> dict[str, int]:
     return counts
 
 
-def _by_prefix(counters: Counters, prefix: str, suffix: str) -> dict[str, float]:
-    return {
-        name.removeprefix(prefix).removesuffix(suffix): value
-        for name, value in counters.items()
-        if name.startswith(prefix) and name.endswith(suffix)
-    }
-
-
 def _readahead(records: Sequence[StepRecord], counters: Counters) -> dict[str, float | int | None]:
     """Reads ahead and on demand, and how gathers found their bytes; the share counts from the second step on."""
     counts: dict[str, float | int | None] = {
-        name: int(value) for name, value in _by_prefix(counters, "readahead/", "").items()
+        name: int(value) for name, value in by_prefix(counters, "readahead/", "").items()
     }
     later = {name: int(sum(r.moved(f"readahead/gathers_{name}") for r in records[1:])) for name in _GATHERS}
     total = sum(later.values())

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.format import INDEX_FILE
+from infinity.cli.continued import continue_with, find_continued
 from infinity.cli.ranks import this_job
 from infinity.cli.shapes import preset_named, shape_of
 from infinity.cli.sizing import comfortable_budgets, minima_of
 from infinity.cli.train_options import TrainOptions
 from infinity.config import ActivationPolicy, Config, DeviceKind, Durability, Precision, Schedule
-from infinity.durable.notes import StoredRun, read_run
-from infinity.errors import CheckpointError, ConfigError
+from infinity.durable.notes import StoredRun
+from infinity.errors import ConfigError
 from infinity.models.gpt import GptShape
 from infinity.models.presets import DEFAULT_PRESET, Preset
 from infinity.plan.scheduler_trace import LEAST_STEPS
 from infinity.sizes import parse_nbytes
-from storage.durable import DURABLE_PREFIX, durable_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def resolve(options: TrainOptions) -> RunSettings:
     Raises:
         ConfigError: a value is not allowed, or two of them contradict each other.
     """
-    run = find_continued(options.resume)
+    run = find_continued(options)
     if run is not None:
         options = continue_with(options, run)
     options = replace(options, preset=options.preset or DEFAULT_PRESET)
@@ -135,7 +132,6 @@ def _check_ranks(options: TrainOptions) -> None:
     one_rank_only = {
         "--baseline": options.baseline,
         "--scheduler-trace": options.scheduler_trace,
-        "--durability step": options.durability == Durability.STEP,
     }
     for name, given in one_rank_only.items():
         if size > 1 and given:
@@ -217,57 +213,6 @@ def _choose_budgets(config: Config, shape: GptShape, preset: Preset | None) -> t
     if config.host.budget is None:
         changes["host"] = {"budget": host}
     return config.with_(**changes), f"budgets: {source}" + ("" if len(changes) == 2 else ", where none was given")
-
-
-def find_continued(folder: Path | None) -> StoredRun | None:
-    """The run with durable steps in a folder of `--nvme`; None where a checkpoint lies, or nothing.
-
-    Raises:
-        ConfigError: the folder is not the first one of its run.
-        CheckpointError, IntegrityError: the run cannot be read.
-    """
-    if folder is None or (folder / INDEX_FILE).exists():
-        return None
-    inside = folder if folder.name.startswith(DURABLE_PREFIX) else durable_folder(folder)
-    run = read_run(inside)
-    if run is None and inside.is_dir():
-        raise ConfigError(
-            f"--resume {folder}: no step was ever committed there, or it is not the first of several --nvme folders of "
-            "its run; give the first"
-        )
-    return run
-
-
-def continue_with(options: TrainOptions, run: StoredRun) -> TrainOptions:
-    """Options for going on with a run: what is not given is as it was.
-
-    Raises:
-        CheckpointError: the run is not one of `infinity train`.
-    """
-    try:
-        was = dict(run.extra["training"])
-        shape, budgets = dict(was["shape"]), dict(run.extra["budgets"])
-        left = int(run.extra["last_step"]) - int(run.extra["next_step"])
-        if options.preset is None:
-            options = replace(options, preset=run.extra["preset"], **_missing(options, shape))
-        kept = ("batch", "accumulate", "micro_batches", "seed", "lr", "clip", "recompute")
-        settings = {name: was[name] for name in kept}
-        settings |= {"precision": run.layout.precision, "state_format": run.layout.state_format}
-        settings |= {"durability": Durability.STEP.value}
-        settings |= {"device_budget": budgets["device"], "host_budget": budgets["host"]}
-        settings |= {"data": tuple(map(Path, was["data"])), "nvme": tuple(map(Path, run.layout.directories))}
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the run in {run.path} was not made by `infinity train` ({error!r})") from error
-    settings["steps"] = left if left > 0 else None
-    if options.config is not None:
-        for name in ("precision", "state_format", "micro_batches", "device_budget", "host_budget"):
-            del settings[name]
-    return replace(options, **_missing(options, settings))
-
-
-def _missing(options: TrainOptions, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the values that were not given as options."""
-    return {name: value for name, value in values.items() if getattr(options, name) in (None, ())}
 
 
 def with_steps(training: Training, steps: int) -> Training:

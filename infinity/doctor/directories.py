@@ -9,6 +9,7 @@ from pathlib import Path
 from infinity.bench.machine import describe_drive
 from infinity.doctor.check import Check, Status
 from infinity.sizes import GIB, format_nbytes
+from infinity.swap_directories import folders_of_ranks
 from storage.align import PAGE_NBYTES
 from storage.backends.probe import Capabilities, probe_folder
 from storage.cleanup import find_run_folders
@@ -126,8 +127,9 @@ def check_stale_folders(directory: Path) -> Check:
     """Swap folders of processes that are gone."""
     subject = str(directory)
     try:
-        dead = [folder for folder in find_run_folders(directory) if not folder.is_alive]
-        runs = [run for run in find_durable(directory) if not run.folder.is_alive]
+        places = (directory, *folders_of_ranks(directory))
+        dead = [folder for place in places for folder in find_run_folders(place) if not folder.is_alive]
+        runs = [run for place in places for run in find_durable(place) if not run.folder.is_alive]
     except OSError as error:
         return Check("stale swap", Status.NOTE, f"the directory cannot be listed: {error.strerror}", "", subject)
     nbytes = sum(folder.nbytes for folder in dead)
@@ -138,7 +140,9 @@ def check_stale_folders(directory: Path) -> Check:
     }
     if not dead and runs:
         found = ", ".join(f"a run at step {run.step} ({format_nbytes(run.folder.nbytes)})" for run in runs)
-        fix = f"infinity train --resume {shlex.quote(subject)}    # or: infinity clean --resumable"
+        of_ranks = len({run.folder.path.parent for run in runs} - {directory})
+        launcher = f"torchrun --nproc-per-node {of_ranks} -m " if of_ranks else ""
+        fix = f"{launcher}infinity train --resume {shlex.quote(subject)}    # or: infinity clean --resumable"
         return Check("stale swap", Status.NOTE, found, fix, subject, data)
     if not dead:
         return Check("stale swap", Status.OK, "no folders of dead processes", "", subject, data)

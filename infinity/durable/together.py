@@ -13,6 +13,7 @@ one before it where it is.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +40,49 @@ def find_run_of_ranks(config: Config, ranks: Ranks, *, resume: bool) -> StoredRu
     own = config
     if paths:
         own = config.with_(nvme={"paths": [directory_of_rank(path, ranks.global_rank) for path in paths]})
+    where = paths[0] if paths else Path()
+    return agree_on_run(ranks, lambda: find_run(own, resume=resume), where, config.rank_timeout_s)
+
+
+def agree_on_run(
+    ranks: Ranks, look: Callable[[], StoredRun | None], where: Path, timeout_s: float
+) -> StoredRun | None:
+    """This rank's part of a run as of the last commit that all ranks have made; a rank that is ahead goes back by one.
+
+    Args:
+        look: gives this rank's part; None when it has none.
+        where: the run is, for messages.
+
+    Raises:
+        CheckpointError: only some ranks have a part, the parts are of different runs, or looking failed elsewhere.
+    """
     failure: InfinityError | StorageError | None = None
     run: StoredRun | None = None
     said: dict[str, Any] = {}
     try:
-        run = find_run(own, resume=resume)
+        run = look()
         if run is not None:
             said = {"epoch": run.state.epoch, "before": _epoch_before(run.path)}
     except (InfinityError, StorageError) as error:
         failure, said = error, {"error": f"{type(error).__name__}: {error}"}
-    everyone = [json.loads(text) for text in exchange_early(ranks, json.dumps(said), config.rank_timeout_s)]
+    everyone = [json.loads(text) for text in exchange_early(ranks, json.dumps(said), timeout_s)]
     if failure is not None:
         raise failure
     for member, other in zip(ranks.members, everyone, strict=True):
         if "error" in other:
             raise CheckpointError(f"rank {member} cannot continue: {other['error']}")
-    if run is None:
+    lacking = [member for member, other in zip(ranks.members, everyone, strict=True) if not other]
+    if len(lacking) == ranks.size:
         return None
+    if run is None or lacking:
+        raise CheckpointError(
+            f"ranks {lacking} have no part of the run in {where}. Give every rank the directories that it had"
+        )
     epochs = [other["epoch"] for other in everyone]
     target = min(epochs)
     if any(epoch != target and other["before"] != target for epoch, other in zip(epochs, everyone, strict=True)):
         raise CheckpointError(
-            f"the parts of the run in {paths[0]} do not belong together: the last commits of the ranks are {epochs}. "
+            f"the parts of the run in {where} do not belong together: the last commits of the ranks are {epochs}. "
             "Give every rank the directories that it had"
         )
     if run.state.epoch == target:

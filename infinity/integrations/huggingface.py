@@ -11,15 +11,14 @@ Needs the extra `hf`.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from infinity.config import Config
-from infinity.editing import gathered
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError
 from infinity.observe.exporters import Rates
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _STATE = "infinity"  # folder of the engine's checkpoint inside one of the Trainer's
+_WEIGHTS = ".exported"
 _SCHEDULER = "scheduler.pt"  # the Trainer's own name
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -117,15 +117,16 @@ class InfinityTrainer(transformers.Trainer, Closing):  # type: ignore[misc, unus
             self.processing_class.save_pretrained(str(folder))
 
     def _save_weights(self, folder: Path) -> None:
-        if self.args.world_size > 1:  # several ranks gather together, one writes
-            with gathered(self._held_model):
-                super().save_model(str(folder))
+        made = folder / _WEIGHTS  # they are streamed into a folder of their own; several ranks do it together
+        is_first = self.engine.ranks.member == 0
+        if is_first:
+            shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
+        self.engine.export(made)
+        if not is_first:
             return
-        with TemporaryDirectory(dir=folder) as beside:  # weights are streamed into a folder of their own
-            made = Path(beside) / "weights"
-            self.engine.export(made)
-            for file in made.iterdir():
-                os.replace(file, folder / file.name)
+        for file in made.iterdir():
+            os.replace(file, folder / file.name)
+        made.rmdir()
         if self.processing_class is not None:
             self.processing_class.save_pretrained(str(folder))
         torch.save(self.args, folder / "training_args.bin")

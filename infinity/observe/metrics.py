@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from infinity.observe.counters import stall_counters, store_counters
 from infinity.runtime import Runtime
 from storage.checksums import READ_BACK_KIND
-from storage.space import DriveReport
 from storage.types import Op
 
 Counts = dict[str, int]
@@ -94,37 +94,12 @@ class TrafficBook:
         return Traffic([*self._before.per_step, *per_step], first, dict(total))
 
 
-def _drive_counters(drive: DriveReport) -> dict[str, float]:
-    """Speeds are there once they were measured."""
-    counters: dict[str, float] = {"held_bytes": drive.held_nbytes, "file_bytes": drive.capacity_nbytes}
-    for name, reading in (("read", drive.read), ("write", drive.write)):
-        counters[f"{name}_bytes"] = reading.nbytes
-        counters[f"{name}_busy_s"] = reading.busy_s
-        if reading.nbytes_per_s is not None:
-            counters[f"{name}_bytes_per_s"] = reading.nbytes_per_s
-    return counters
-
-
 def metrics_of(runtime: Runtime) -> dict[str, float]:
     """One flat dictionary of everything that is counted. Bytes end in `_bytes`, seconds in `_s`."""
     flat: dict[str, float] = {"step": runtime.step}
     if runtime.store is not None:
-        stats = runtime.store.stats
-        for op, name in ((Op.READ, "read"), (Op.WRITE, "write")):
-            total = stats.total(op)
-            flat[f"nvme/{name}_bytes"] = total.moved_nbytes
-            flat[f"nvme/{name}_payload_bytes"] = total.payload_nbytes
-            flat[f"nvme/{name}_operations"] = total.operations
-            flat[f"nvme/{name}_s"] = total.seconds
-        cost = runtime.store.cost
-        flat["nvme/blocks"] = cost.operations
-        flat["nvme/python_s"] = cost.python_s
-        flat["nvme/python_us_per_block"] = cost.python_s_per_operation * 1e6
-        flat["nvme/checksum_s"] = cost.check_s
-        flat["nvme/system_s"] = cost.system_s
+        flat |= store_counters(runtime.store)
         flat["nvme/capacity_bytes"] = runtime.placement.nvme_nbytes
-        for number, drive in enumerate(runtime.store.drive_report()):
-            flat |= {f"nvme/drive{number}/{name}": value for name, value in _drive_counters(drive).items()}
     flat["host/budget_bytes"] = runtime.placement.host_budget_nbytes
     flat["host/held_bytes"] = runtime.pool.leased_nbytes
     flat["host/peak_bytes"] = runtime.pool.peak_nbytes
@@ -142,10 +117,7 @@ def metrics_of(runtime: Runtime) -> dict[str, float]:
         flat["ranks/sent_bytes"] = runtime.lockstep.collectives.sent_nbytes
         flat["ranks/received_bytes"] = runtime.lockstep.collectives.received_nbytes
         flat["ranks/rounds"], flat["ranks/served"] = runtime.lockstep.rounds, runtime.lockstep.served
-    for cause, seconds in runtime.stalls.seconds.items():
-        flat[f"stall/{cause.value}_s"] = seconds
-        flat[f"stall/{cause.value}_count"] = runtime.stalls.counts[cause]
-    flat["stall/total_s"] = runtime.stalls.total_s
+    flat |= stall_counters(runtime.stalls)
     flat["readahead/reads_ahead"] = runtime.read_ahead.counts["ahead"]
     flat["readahead/reads_on_demand"] = runtime.read_ahead.counts["demand"]
     for name, count in runtime.gatherer.waits.items():

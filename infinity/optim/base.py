@@ -14,6 +14,8 @@ from typing import Any, overload
 import torch
 
 from infinity.bridge.tier import StateTier
+from infinity.checkpoint.moments import SlotState, SlotStates
+from infinity.checkpoint.parts import plain_setting
 from infinity.config import Config, OptimizerKind
 from infinity.engine import Engine
 from infinity.errors import ConfigError
@@ -79,6 +81,11 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
         """Total norm of the gradients, before clipping, as last computed; None when nothing asked for it."""
         holder = self._engine or self._tier
         return holder.last_grad_norm if holder is not None else None
+
+    @property
+    def engine(self) -> Engine | None:
+        """Of the offloaded model whose parameters these are; None over parameters that are not offloaded."""
+        return self._engine
 
     @property
     def state_tier(self) -> StateTier | None:
@@ -151,7 +158,15 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
         The state of DTensors are DTensors, sharded alike.
         """
         holder = self._engine or self._tier
-        states = holder.read_optimizer_state() if holder is not None else {}
+        return self._in_torchs_format(holder.read_optimizer_state() if holder is not None else {})
+
+    def state_dict_of_first_rank(self) -> dict[str, Any]:
+        """`state_dict()` on the first rank of the engine; the others, which call it too, get no state of parameters."""
+        if self._engine is None:
+            return self.state_dict()
+        return self._in_torchs_format(self._engine.read_optimizer_state(first_only=True))
+
+    def _in_torchs_format(self, states: SlotStates) -> dict[str, Any]:
         # torch makes indices of the parameters in `self.state`, without moments at other times: the tiers have them.
         try:
             for parameter, place in zip(self._parameters(), self._places_of_state(), strict=True):
@@ -197,12 +212,41 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
         Raises:
             ConfigError: it has other parameter groups, is of another optimizer, or of parameters of other shapes.
         """
-        slots = self._slots_by_group()
         given = state_dict if self._tier is None else self._tier.localized(state_dict)
-        states = states_of(given, slots, self.kind)
+        states = states_of(given, self._slots_by_group(), self.kind)
         holder = self._engine or self._tier
         if holder is not None:
             holder.write_optimizer_state(states)
+        self._load_settings(state_dict)
+
+    def load_state_dict_of_first_rank(self, state_dict: dict[str, Any]) -> None:
+        """Load the `state_dict` of the first rank on all of them; what the others give is not looked at.
+
+        Raises:
+            ConfigError, CheckpointError: as `load_state_dict`, on the first rank and on the others.
+        """
+        engine = self._engine
+        if engine is None:
+            self.load_state_dict(state_dict)
+            return
+        states: SlotStates = {}
+
+        def described() -> dict[str, Any]:
+            states.update(states_of(state_dict, self._slots_by_group(), self.kind))
+            groups = [
+                {name: plain_setting(name, value) for name, value in group.items()}
+                for group in state_dict["param_groups"]
+            ]
+            return {"param_groups": groups, "steps": [(*place, state.step) for place, state in states.items()]}
+
+        told = engine.from_first_rank(described)
+        known = {(group, slot): SlotState(step, {}) for group, slot, step in told["steps"]}
+        engine.write_optimizer_state({**known, **states}, from_first=True)
+        self._load_settings({"param_groups": told["param_groups"]})
+
+    def _load_settings(self, state_dict: Mapping[str, Any]) -> None:
+        """The settings of the parameter groups alone."""
+        slots = self._slots_by_group()
         # torch would keep the moments in memory, converted to the dtype in which the parameters compute.
         super().load_state_dict({**state_dict, "state": {}})
         for param_group, mine in zip(self.param_groups, slots, strict=True):

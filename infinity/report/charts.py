@@ -72,7 +72,7 @@ def tiers(record: RunRecord) -> Any | None:
     if not record.steps:
         return None
     figure = _figure("MiB", "step")
-    for tier in ("device", "host"):
+    for tier in (tier for tier in ("device", "host") if tier in record.run["budgets"]):
         held = [row["counters"].get(f"{tier}/held_bytes", 0) / _MIB for row in record.steps]
         peak = [row["counters"].get(f"{tier}/peak_bytes", 0) / _MIB for row in record.steps]
         colour = colour_of(tier)

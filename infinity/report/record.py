@@ -1,4 +1,4 @@
-"""What is left of a run on disk: `infinity train --record DIR` writes it, `infinity report DIR` reads it."""
+"""What is left of a run on disk: `infinity train --record` or a `RunRecorder` writes it, `infinity report` reads it."""
 
 from __future__ import annotations
 

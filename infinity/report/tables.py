@@ -27,8 +27,11 @@ def overview(record: RunRecord) -> str:
         ("last loss", f"{losses[-1]:.4f}" if losses else "none"),
         ("median step", f"{sorted(steps)[len(steps) // 2]:.3f} s" if steps else "none"),
         ("waited, of the time", f"{_waited_share(run):.0%}" if steps else "none"),
-        ("device budget", format_nbytes(int(run["budgets"]["device"]))),
-        ("host budget", format_nbytes(int(run["budgets"]["host"]))),
+        *(
+            (f"{tier} budget", format_nbytes(int(run["budgets"][tier])))
+            for tier in ("device", "host")
+            if tier in run["budgets"]
+        ),
     ]
     if run.get("tokens_per_second"):
         facts.insert(5, ("speed", f"{run['tokens_per_second']:,.0f} tokens/s"))

@@ -1,4 +1,4 @@
-"""From a checkpoint to files that transformers and PEFT load, streamed: memory is a chunk of elements."""
+"""From a checkpoint or an engine to files that transformers and PEFT load, streamed: memory is a chunk of elements."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from infinity.checkpoint.description import CONFIG_FILE, DESCRIPTIONS, adapter_file
-from infinity.checkpoint.format import PARAMETER, ParameterEntry
+from infinity.checkpoint.description import CONFIG_FILE, DESCRIPTIONS, adapter_file, is_description
+from infinity.checkpoint.format import PARAMETER
 from infinity.checkpoint.parts import saved_buffers
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import Fill
@@ -57,6 +57,64 @@ class Exported:
     beside: tuple[str, ...]
 
 
+class Weights(Protocol):
+    """What is exported: the parameters and buffers of a checkpoint, or of a living engine.
+
+    Attributes:
+        where: what it is, in words.
+        precision: in which it was trained.
+        shapes: of the parameters, by name, in the order in which they are written.
+    """
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def precision(self) -> str: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def trains(self, name: str) -> bool:
+        """Whether a parameter was trained, or is frozen."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a parameter as it reads without conversion."""
+
+    def read(self, name: str, kind: str, start: int, into: torch.Tensor) -> None:
+        """Fill `into` (1-D) with elements of a flattened tensor from `start` on; converts where the dtypes differ."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole parameter."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers, by name."""
+
+    def descriptions(self) -> Mapping[str, bytes]:
+        """Files that say what the model is (see `checkpoint.description`), by name."""
+
+
+class _CheckpointWeights:
+    """`Weights` of a checkpoint."""
+
+    def __init__(self, checkpoint: CheckpointReader) -> None:
+        self._checkpoint = checkpoint
+        self.where = str(checkpoint.folder)
+        self.precision = checkpoint.index.precision
+        self.shapes = {name: entry.shape for name, entry in checkpoint.index.parameters.items()}
+        self.dtype, self.read, self.tensor = checkpoint.dtype, checkpoint.read, checkpoint.tensor
+
+    def trains(self, name: str) -> bool:
+        return self._checkpoint.entry(name).trains
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return saved_buffers(self._checkpoint.folder)
+
+    def descriptions(self) -> Mapping[str, bytes]:
+        folder = self._checkpoint.folder
+        return {name: (folder / name).read_bytes() for name in self._checkpoint.index.files if is_description(name)}
+
+
 def export_checkpoint(
     source: Path, target: Path, options: ExportOptions, on_file: Callable[[str, int], None] | None = None
 ) -> Exported:
@@ -73,43 +131,57 @@ def export_checkpoint(
     """
     with CheckpointReader(source) as checkpoint:
         checkpoint.check_structure()
-        export = _Export(checkpoint, options)
-        tensors, beside, kind = export.tensors(), export.beside(), export.kind
-        stem = "adapter_model" if kind == "adapter" else "model"
-        with torch.no_grad():
-            written = write_safetensors(
-                target, tensors, stem=stem, shard_nbytes=options.shard_nbytes, beside=beside, on_file=on_file
-            )
+        return export_weights(_CheckpointWeights(checkpoint), target, options, on_file)
+
+
+def export_weights(
+    weights: Weights, target: Path, options: ExportOptions, on_file: Callable[[str, int], None] | None = None
+) -> Exported:
+    """The same of any `Weights`."""
+    export = _Export(weights, options)
+    tensors, beside, kind = export.tensors(), export.beside(), export.kind
+    stem = "adapter_model" if kind == "adapter" else "model"
+    with torch.no_grad():
+        written = write_safetensors(
+            target, tensors, stem=stem, shard_nbytes=options.shard_nbytes, beside=beside, on_file=on_file
+        )
     return Exported(kind, written, tuple(beside))
 
 
 class _Export:
-    def __init__(self, checkpoint: CheckpointReader, options: ExportOptions) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, weights: Weights, options: ExportOptions) -> None:
+        self._weights = weights
         self._options = options
-        self._shapes = {name: entry.shape for name, entry in checkpoint.index.parameters.items()}
+        self._shapes = weights.shapes
+        self._descriptions = weights.descriptions()
         is_peft = any(is_adapted(name) for name in self._shapes)
         if options.merge and not is_peft:
-            raise ConfigError(f"--merge: {checkpoint.folder} has no adapter to merge; leave the option out")
+            raise ConfigError(f"merge (--merge): {weights.where} has no adapter to merge; leave the option out")
         self._adapter = self._read_adapter() if is_peft else None
         self.kind = "model" if self._adapter is None else "merged model" if options.merge else "adapter"
 
     def _read_adapter(self) -> Adapter:
         name = self._options.adapter
-        given = self._options.config / _ADAPTER_CONFIG if self._options.config is not None else None
-        path = given if given is not None and given.exists() else self._checkpoint.folder / adapter_file(name)
-        try:
-            adapter = Adapter(name, json.loads(path.read_text(encoding="utf-8")))
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._checkpoint.folder} does not say how adapter {name!r} was made ({path.name} is missing). Name "
-                f"another adapter, or give the folder with PEFT's {_ADAPTER_CONFIG} (--config)"
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not JSON ({error})") from error
+        adapter = Adapter(name, self._adapter_settings(name))
         if not adapter.is_lora or not adapter_names(adapter, self._shapes):
-            raise CheckpointError(f"{self._checkpoint.folder} has no LoRA adapter {name!r}; others are not known here")
+            raise CheckpointError(f"{self._weights.where} has no LoRA adapter {name!r}; others are not known here")
         return adapter
+
+    def _adapter_settings(self, name: str) -> Mapping[str, Any]:
+        file, content = adapter_file(name), self._descriptions.get(adapter_file(name))
+        given = self._options.config / _ADAPTER_CONFIG if self._options.config is not None else None
+        if given is not None and given.exists():
+            file, content = str(given), given.read_bytes()
+        if content is None:
+            raise CheckpointError(
+                f"{self._weights.where} does not say how adapter {name!r} was made ({file} is missing). Name another "
+                f"adapter, or give the folder with PEFT's {_ADAPTER_CONFIG} (--config)"
+            )
+        try:
+            settings: Mapping[str, Any] = json.loads(content)
+        except ValueError as error:
+            raise CheckpointError(f"{file} of {self._weights.where} is not JSON ({error})") from error
+        return settings
 
     # Tensors ---------------------------------------------------------------------------------------------------
 
@@ -123,27 +195,27 @@ class _Export:
         return [*(self._merged(self._adapter, name, new) for name, new in names.items()), *self._buffers(names)]
 
     def _parameter(self, name: str, new: str) -> Outgoing:
-        entry = self._checkpoint.entry(name)
-        dtype = self._dtype_of(name, entry)
-        return Outgoing(new, dtype, entry.shape, self._reading(name, entry, dtype))
+        dtype = self._dtype_of(name)
+        return Outgoing(new, dtype, self._shapes[name], self._reading(name, dtype))
 
-    def _dtype_of(self, name: str, entry: ParameterEntry) -> torch.dtype:
-        own = self._checkpoint.dtype(name)
+    def _dtype_of(self, name: str) -> torch.dtype:
+        own = self._weights.dtype(name)
         if not own.is_floating_point:
             return own
         if self._options.dtype is not None:
             return self._options.dtype
-        return DTYPES[self._checkpoint.index.precision] if entry.trains else own
+        return DTYPES[self._weights.precision] if self._weights.trains(name) else own
 
-    def _reading(self, name: str, entry: ParameterEntry, dtype: torch.dtype) -> Fill:
-        is_split = entry.trains and dtype is torch.bfloat16 and self._checkpoint.index.precision == "bf16"
+    def _reading(self, name: str, dtype: torch.dtype) -> Fill:
+        weights = self._weights
+        is_split = weights.trains(name) and dtype is torch.bfloat16 and weights.precision == "bf16"
 
         def fill(start: int, into: torch.Tensor) -> None:
             if not is_split:
-                self._checkpoint.read(name, PARAMETER, start, into)
+                self._weights.read(name, PARAMETER, start, into)
                 return
             master = torch.empty(into.numel())  # the parameter is its upper half, which rounds ties up
-            self._checkpoint.read(name, PARAMETER, start, master)
+            self._weights.read(name, PARAMETER, start, master)
             into.copy_(split_master(master)[0])
 
         return fill
@@ -156,9 +228,9 @@ class _Export:
 
         def fill(start: int, into: torch.Tensor) -> None:
             total = torch.empty(into.numel())
-            self._checkpoint.read(name, PARAMETER, start, total)
+            self._weights.read(name, PARAMETER, start, total)
             # The factors are read for every chunk: they are small, and memory stays that of one weight's.
-            first, second = (self._checkpoint.tensor(f).float() for f in (factors.first, factors.second))
+            first, second = (self._weights.tensor(f).float() for f in (factors.first, factors.second))
             into.copy_(total.add_(product(factors, first, second, start, into.numel())))
 
         return Outgoing(new, plain.dtype, plain.shape, fill)
@@ -167,7 +239,7 @@ class _Export:
         prefix = BASE_PREFIX if renamed else ""
         return [
             Outgoing(name.removeprefix(prefix), t.dtype, tuple(t.shape), partial(_copy, t.view(-1)))
-            for name, t in saved_buffers(self._checkpoint.folder).items()
+            for name, t in self._weights.buffers().items()
         ]
 
     # Files beside ----------------------------------------------------------------------------------------------
@@ -188,8 +260,7 @@ class _Export:
             if not files:
                 raise ConfigError(f"--config {folder}: it has no configuration; give a folder with {CONFIG_FILE}")
         else:
-            known = [name for name in DESCRIPTIONS if name in self._checkpoint.index.files]
-            files = {name: (self._checkpoint.folder / name).read_bytes() for name in known}
+            files = {name: self._descriptions[name] for name in DESCRIPTIONS if name in self._descriptions}
         if CONFIG_FILE in files:
             files[CONFIG_FILE] = self._with_dtype(files[CONFIG_FILE])
         return files

@@ -90,3 +90,16 @@ def test_a_missing_folder_is_bad_usage(tmp_path: Path) -> None:
     code, _, error = call("clean", tmp_path / "missing")
     assert code == 2
     assert "does not exist" in error
+
+
+def test_removes_what_ranks_left(tmp_path: Path) -> None:
+    """Each of several ranks has a folder of its own in the one that --nvme was given."""
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}").mkdir()
+    dead = _abandon(tmp_path / "rank1")
+    code, output, _ = call("clean", tmp_path, "--json", tmp_path / "report.json")
+    assert code == 0
+    assert f"rank1/{dead.name}" in output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [folder["path"] for folder in report["removed"]] == [str(dead)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "report.json"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 import infinity
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.splitmaster import join_master
+from infinity.report.record import RunRecord
+from infinity.report.recorder import RunRecorder
+from tests.conftest import small_config
 from tests.leaks import LeakCheck
 from tests.zoo import Net, batch, build, loss_of
 
@@ -297,3 +301,44 @@ def test_the_norm_of_gradients_that_are_not_offloaded() -> None:
     assert infinity.clip_grad_norm_([weight], 1.0).item() == 6.0
     assert isinstance(weight.grad, Tensor)
     assert weight.grad.norm().item() == pytest.approx(1.0)
+
+
+def test_a_loop_is_recorded_for_the_report(tmp_path: Path) -> None:
+    """Every step of the tier is in the trace, with its transfers, and the record is what `infinity report` reads."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    model = build(Net)
+    with infinity.AdamW(model.parameters(), lr=1e-2, config=config(swap)) as optimizer:
+        tier = optimizer.state_tier
+        assert tier is not None
+        with RunRecorder(optimizer, tmp_path / "run", first_step=5) as recorder:
+            for step in range(STEPS):
+                (loss,) = train(model, optimizer, range(step, step + 1))
+                recorder.step(loss=loss)
+        assert tier.counters().keys() == tier.metrics().keys()
+        counted = tier.metrics()
+        chunks = sum(len(section.records) for section in tier.sections)
+    record = RunRecord.load(tmp_path / "run")
+    assert len(record.steps) == len(record.run["losses"]) == STEPS
+    assert [row["step"] for row in record.steps] == list(range(5, 5 + STEPS))
+    assert record.run["budgets"] == {"host": 220 * 1024, "nvme": counted["nvme/capacity_bytes"]}
+    assert record.run["traffic"]["total"]["nvme_write_bytes"] == counted["nvme/write_payload_bytes"] > 0
+    assert record.run["drives"][0]["directory"].startswith(str(swap))
+    kinds = Counter(span["cat"] for span in record.spans)
+    assert kinds["step"] == STEPS
+    assert kinds["optimizer"] == STEPS * chunks == counted["optimizer/chunks"]
+    assert kinds["read"] == counted["nvme/read_operations"] > 0
+    assert kinds["write"] == counted["nvme/write_operations"] > 0
+    assert record.steps[-1]["counters"]["stall/total_s"] == record.run["stalls"]["total"]
+
+
+def test_a_loop_over_an_engine_is_recorded_too(tmp_path: Path) -> None:
+    model = build(Net)
+    with infinity.offload(model, small_config(tmp_path)):
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        with RunRecorder(optimizer, tmp_path / "run") as recorder:
+            recorder.step(loss=train(model, optimizer, range(1))[0])
+    record = RunRecord.load(tmp_path / "run")
+    assert record.run["model"]["parameters"] == sum(p.numel() for p in build(Net).parameters())
+    assert set(record.run["budgets"]) == {"device", "host", "nvme"}
+    assert {span["cat"] for span in record.spans} >= {"forward", "backward", "step"}

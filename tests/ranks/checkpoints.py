@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 import infinity
+from infinity.checkpoint.part_file import PartFileWriter
 from tests.parity.loops import gathered_parameters
 from tests.ranks.jobs import rank_and_size
 from tests.ranks.training import make_config
@@ -47,6 +51,64 @@ def train_and_save(folder: Path, checkpoint: Path, settings: dict[str, Any]) -> 
         backward(model, 2)
         engine.save(checkpoint, scheduler=scheduler, extra={"step": 2})
         return saved, go_on(model, optimizer)
+
+
+def save_behind(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints behind training: as of the moment they were asked for, or of none of the ranks."""
+    rank, _ = rank_and_size()
+    model = build(Net)
+    seen: dict[str, Any] = {}
+    with infinity.offload(model, make_config(folder / "swap", TIGHT | settings)) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        saver = engine._runtime.saver
+        backward(model, 0)
+        optimizer.step()
+        engine.save(folder / "now", extra={"step": 2})
+        held_up = threading.Event()
+        if rank == 1:  # where the thread that writes has something else to do
+            saver._thread.submit(held_up.wait, 60)
+        engine.save(folder / "behind", extra={"step": 2}, keep=1, wait=False)
+        optimizer.zero_grad()
+        for step in (1, 2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen["trained before"] = not (folder / "behind").exists()
+        held_up.set()
+        engine.wait_saved()
+        seen["saved"] = (folder / "behind").exists()
+        seen["differing"] = _differing_files(folder / "now", folder / "behind")
+        write = PartFileWriter.finish
+        if rank == 1:
+            PartFileWriter.finish = _fail  # type: ignore[method-assign]
+        engine.save(folder / "lost", keep=1, wait=False)
+        backward(model, 3)
+        seen["said"] = _said(engine.wait_saved)
+        seen["said at once"] = _said(lambda: engine.save(folder / "lost"))
+        PartFileWriter.finish = write  # type: ignore[method-assign]
+        optimizer.step()  # here the ranks meet
+        seen["left"] = sorted(path.name for path in folder.iterdir() if "lost" in path.name)
+        seen["latest"] = (folder / "latest").read_text()
+        engine.save(folder / "lost", wait=False)  # and is complete when the engine closes
+    seen["in the end"] = (folder / "lost").is_dir()
+    return seen
+
+
+def _fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _said(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except infinity.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def _differing_files(one: Path, other: Path) -> list[str]:
+    names = {path.name for folder in (one, other) for path in folder.glob("*.safetensors")}
+    return sorted(name for name in names if (one / name).read_bytes() != (other / name).read_bytes())
 
 
 def go_on(model: torch.nn.Module, optimizer: infinity.AdamW) -> list[float]:

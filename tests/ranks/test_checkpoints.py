@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.checkpoint.reader import CheckpointReader
-from tests.ranks.checkpoints import load_each, train_and_save
+from tests.ranks.checkpoints import load_each, save_behind, train_and_save
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 
@@ -37,6 +37,20 @@ def test_two_ranks_go_on_as_they_would_have(tmp_path: Path) -> None:
     with CheckpointReader(saved[0]) as checkpoint:
         assert len(checkpoint.index.rng) == 2
     assert_loads(tmp_path / "loaded", [saved], 2)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_written_behind_training_on_all_ranks_or_none(tmp_path: Path, stage: int) -> None:
+    for seen in values(run_ranks(save_behind, 2, tmp_path, {"stage": stage})):
+        assert seen["trained before"]
+        assert seen["saved"]
+        assert seen["differing"] == []
+        for said in (seen["said"], seen["said at once"]):
+            assert "No space left on device" in said
+        assert seen["left"] == []
+        assert '"behind"' in seen["latest"]
+        assert "lost" not in seen["latest"]
+        assert seen["in the end"]
 
 
 @pytest.fixture(scope="module")

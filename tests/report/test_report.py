@@ -322,6 +322,18 @@ def test_keys_move_a_figure_that_has_the_focus(tmp_path: Path) -> None:
     assert "<title>moved</title>" in drawn
 
 
+def test_a_run_without_a_device_budget_has_a_page() -> None:
+    """The state of parameters that are not offloaded: nothing of it is on the device."""
+    record = record_of(3)
+    del record.run["budgets"]["device"]
+    figure = tiers(record)
+    assert figure is not None
+    assert [trace.name for trace in figure.data] == ["host held"]
+    html = page(record)
+    assert "host budget" in html
+    assert "device budget" not in html
+
+
 @needs_browser
 @pytest.mark.slow
 @pytest.mark.timeout(120)
