@@ -268,7 +268,7 @@ def _stall_clock(plan: Blueprint, made: _Resources, inspection: Inspection) -> S
         plan.config.nvme.io_timeout_s,
         progress=inspection.progress,
         report=inspection.report,
-        on_stall=lambda s: made.trace.add(s.cause.value, "stall", s.start_s, s.duration_s, detail=s.waited_for),
+        on_stall=made.trace.add_stall,
     )
 
 

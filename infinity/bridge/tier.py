@@ -97,12 +97,8 @@ class StateTier:
         stack.callback(self.pool.close)
         self.budget = TierBudget("chunks in transit", plan.transit_nbytes)
         self.store = _open_store(self._config, plan, local_size, self.trace, stack)
-        self.stalls = StallClock(
-            self._config.nvme.io_timeout_s,
-            self._progress,
-            self.report,
-            on_stall=lambda cause, start_s, duration_s: self.trace.add(cause, "stall", start_s, duration_s),
-        )
+        timeout_s = self._config.nvme.io_timeout_s
+        self.stalls = StallClock(timeout_s, self._progress, self.report, on_stall=self.trace.add_stall)
         self._stream = RecordStream(self.store, self.pool, self.budget, self.stalls)
         for section, count in zip(self.sections, plan.kept, strict=True):
             for number, record in enumerate(section.records):

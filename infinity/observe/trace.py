@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch.profiler import record_function
 
 from infinity.observe.chrome import HELD, write_chrome
+from infinity.observe.stalls import Stall
 
 _CAPACITY = 50_000
 _EVENT_NBYTES = 200  # a tuple and three numbers; names and tracks are shared
@@ -62,6 +63,10 @@ class Trace:
     def held(self, tier: str, nbytes: int) -> None:
         """Note what a tier holds now."""
         self._events.append(TraceEvent(tier, HELD, time.perf_counter(), 0.0, tier, nbytes))
+
+    def add_stall(self, stall: Stall) -> None:
+        """Note a wait of the training thread."""
+        self.add(stall.cause.value, "stall", stall.start_s, stall.duration_s, detail=stall.waited_for)
 
     @contextmanager
     def phase(self, name: str, category: str) -> Iterator[None]:

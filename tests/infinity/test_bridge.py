@@ -327,7 +327,7 @@ def test_a_loop_is_recorded_for_the_report(tmp_path: Path) -> None:
     kinds = Counter(span["cat"] for span in record.spans)
     assert kinds["step"] == STEPS
     assert kinds["optimizer"] == STEPS * chunks == counted["optimizer/chunks"]
-    assert kinds["read"] == counted["nvme/read_operations"] > 0
+    assert 0 < kinds["read"] <= counted["nvme/read_operations"]  # those for a step that never comes may be under way
     assert kinds["write"] == counted["nvme/write_operations"] > 0
     assert record.steps[-1]["counters"]["stall/total_s"] == record.run["stalls"]["total"]
 
