@@ -68,6 +68,26 @@ def test_plan_describes_itself(offload: MakeEngine) -> None:
     assert "residency:" in engine.report()
 
 
+def test_the_report_says_what_is_where_and_what_was_waited_for(offload: MakeEngine) -> None:
+    model = build(Net)
+    engine = offload(model, schedule="synchronous")
+    optimizer = infinity.AdamW(model.parameters())
+    for number in range(2):
+        train(model, optimizer, number)
+    engine.metrics()
+    lines = engine.report().splitlines()
+    heads = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
+    budgets = [budget.name for budget in engine._runtime.budgets.values()]
+    assert heads == ["residency", "host memory", *budgets, "drives", "in flight", "last stalls, newest first"]
+    drives = lines[lines.index("drives:") + 1 : lines.index("in flight:")]
+    assert [line.rpartition(",")[2] for line in drives] == [" open"]
+    counters = engine.counters()
+    stalls = lines[lines.index("last stalls, newest first:") + 1 :]
+    n_stalls = sum(value for name, value in counters.items() if name.startswith("stall/") and name.endswith("_count"))
+    assert len(stalls) == min(n_stalls, 10) > 0
+    assert all(" s ago, " in line for line in stalls)
+
+
 def test_auto_schedule_says_why(offload: MakeEngine) -> None:
     assert "auto: " in offload(build(Net)).plan.describe()
 
