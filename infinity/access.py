@@ -14,7 +14,6 @@ from infinity.observe.stalls import StallCause
 from infinity.optim.records import Record
 from infinity.order import Phase
 from infinity.runtime import Runtime
-from infinity.views import Views
 from storage.pool import Lease
 from storage.types import Priority, TrafficTag
 
@@ -25,7 +24,7 @@ class ParameterAccess:
     def __init__(self, runtime: Runtime, on_change: Callable[[], None]) -> None:
         self._runtime = runtime
         self._on_change = on_change
-        self._views = Views(runtime.groups)
+        runtime.gatherer.kept.watch(runtime.groups)
 
     @contextmanager
     def hold(self, groups: list[FlatGroup]) -> Iterator[None]:
@@ -38,13 +37,13 @@ class ParameterAccess:
             for group in groups:
                 gatherer.gather(group, hold, Phase.FORWARD)
                 held.append(group)
-            with self._views.guarded_graphs():
+            with gatherer.kept.views.guarded_graphs():
                 yield
             for group in held:
                 self.accept(group)
         finally:
             for group in held:
-                gatherer.release_when_unviewed(group, hold, self._views)
+                gatherer.release_when_unviewed(group, hold)
 
     def accept(self, group: FlatGroup) -> None:
         """Write a gathered group back if somebody changed it in place."""

@@ -30,8 +30,8 @@ from infinity.order import Phase
 from infinity.passage import Passage
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
-from infinity.torch_compat import increment_version, preserve_version_counter
-from infinity.views import Views
+from infinity.torch_compat import increment_version, preserve_version_counter, storage_use_count
+from infinity.views import KeptGroups
 from storage.errors import ClosedError
 from storage.types import Ticket
 
@@ -51,7 +51,7 @@ class UserHold:
 class _Gathering:
     """What the gatherer knows of one group."""
 
-    __slots__ = ("block", "fence", "group", "state", "users", "version")
+    __slots__ = ("block", "fence", "group", "state", "users", "uses", "version")
 
     def __init__(self, group: FlatGroup) -> None:
         self.group = group
@@ -60,6 +60,7 @@ class _Gathering:
         self.block: DeviceBlock | None = None
         self.fence: Fence | None = None
         self.version = 0
+        self.uses = 0  # of the buffer's memory when it was gathered; see `KeptGroups.is_shown`
 
 
 class Gatherer:
@@ -95,7 +96,7 @@ class Gatherer:
         self._io = io
         self._stalls = stalls
         self._gatherings = [_Gathering(group) for group in groups]
-        self._viewed: dict[UserHold, tuple[FlatGroup, Views]] = {}
+        self.kept = KeptGroups(groups)
         self.gathers = 0
         self.waits = {"ready": 0, "in_flight": 0, "demand": 0}
 
@@ -144,29 +145,41 @@ class Gatherer:
         """`user` needs the group no more; its memory goes back when nobody does. Idempotent."""
         gathering = self._gatherings[group.index]
         gathering.users.discard(user)
-        if not gathering.users and gathering.state is GatherState.GATHERED:
-            self._free(gathering)
+        self._free_unused(gathering)
 
-    def release_when_unviewed(self, group: FlatGroup, user: UserHold, views: Views) -> None:
+    def release_when_unviewed(self, group: FlatGroup, user: UserHold) -> None:
         """`user` needs the group no more, but tensors over its memory may be left: it stays until they are gone.
 
         Until then it is what it was inside the block: the tensors show the present values, and edits count.
         """
-        if views.are_alive(group):
-            gathering = self._gatherings[group.index]
-            gathering.users.discard(user)
-            keeper = UserHold()
-            gathering.users.add(keeper)
-            self._viewed[keeper] = group, views
-        else:
-            self.release(group, user)
+        gathering = self._gatherings[group.index]
+        gathering.users.discard(user)
+        if self.kept.views.are_alive(group):
+            self._keep(gathering)
+        elif not gathering.users and gathering.state is GatherState.GATHERED:
+            self._free(gathering)
+
+    def _free_unused(self, gathering: _Gathering) -> None:
+        """Free a group that nobody uses, unless code outside has kept tensors over its memory."""
+        if not gathering.users and gathering.state is GatherState.GATHERED:
+            if self.kept.is_shown(gathering.group, gathering.uses):
+                self._keep(gathering)
+            else:
+                self._free(gathering)
+
+    def _keep(self, gathering: _Gathering) -> None:
+        keeper = UserHold()
+        gathering.users.add(keeper)
+        self.kept.keep(gathering.group, keeper)
 
     def release_unviewed(self) -> bool:
         """Release groups that only tensors kept after a `gathered()` block held, if those are gone. Whether any was."""
-        gone = [keeper for keeper, (group, views) in self._viewed.items() if not views.are_alive(group)]
-        for keeper in gone:
-            group, _ = self._viewed.pop(keeper)
-            self.release(group, keeper)
+        gone = self.kept.take_gone()
+        for keeper, group in gone:
+            gathering = self._gatherings[group.index]
+            gathering.users.discard(keeper)
+            if not gathering.users and gathering.state is GatherState.GATHERED:
+                self._free(gathering)
         return bool(gone)
 
     def release_all(self) -> None:
@@ -177,8 +190,7 @@ class Gatherer:
         self.release_unviewed()
         for gathering in self._gatherings:
             gathering.users = {user for user in gathering.users if isinstance(user, UserHold)}
-            if not gathering.users and gathering.state is GatherState.GATHERED:
-                self._free(gathering)
+            self._free_unused(gathering)
 
     def drop_ahead(self, groups: Iterable[FlatGroup]) -> None:
         """Free what was only uploaded ahead of these groups: their values are about to change."""
@@ -188,8 +200,7 @@ class Gatherer:
 
     def close(self) -> None:
         """Free everything, whoever holds it; only memory that tensors outside still show lives as long as they do."""
-        shown = {group.index for group, views in self._viewed.values() if views.are_alive(group)}
-        self._viewed.clear()
+        shown = self.kept.take_shown()
         with ExitStack() as closing:  # all of them, whatever fails
             for gathering in self._gatherings:
                 gathering.users.clear()
@@ -363,6 +374,7 @@ class Gatherer:
         if self._lockstep is not None and gathering.group.is_gathered_from_ranks:
             self._lockstep.gather(gathering.group)
         gathering.version = gathering.group.flat._version
+        gathering.uses = storage_use_count(gathering.group.flat.untyped_storage())
         gathering.state = GatherState.GATHERED
         gathering.group.show_gathered()
 
@@ -370,12 +382,11 @@ class Gatherer:
         try:
             return self._memory.allocate(nbytes, owner)
         except DeviceOutOfMemoryError as error:
-            if not self._viewed:
+            if not self.kept:
                 raise
-            keys = ", ".join(sorted({viewed.key for viewed, _ in self._viewed.values()}))
             explained = DeviceOutOfMemoryError(
-                f"{error}. Tensors taken inside `infinity.gathered(...)` are still in use and keep the memory "
-                f"of {keys}: keep a clone instead, or delete them"
+                f"{error}. Tensors taken inside `infinity.gathered(...)`, or by a hook in a forward, are still in use "
+                f"and keep the memory of {self.kept}: keep a clone instead, or delete them"
             )
             hand_on_report(error, explained)
             raise explained from error
@@ -385,7 +396,7 @@ class Gatherer:
         ahead = [g for g in self._gatherings if g.state is GatherState.UPLOADING and not g.users]
         if ahead:
             self._free(ahead[-1])
-        if ahead or not self._viewed:
+        if ahead or not self.kept:
             return bool(ahead)
         gc.collect()  # the frames of an exception hold its tensors until somebody looks for cycles
         return self.release_unviewed()

@@ -1,8 +1,11 @@
 """The one place that touches torch interfaces without a stability promise, for torch >= 2.6."""
 
+import sys
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -153,6 +156,45 @@ class CheckpointRun:
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects share this memory; the argument counts too."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def is_held_by_code(tensor: Tensor) -> bool:
+    """Whether Python code holds a tensor beside the one variable that holds it here; a graph that saved it does not.
+
+    False where this version of torch, or of Python, does not tell these apart.
+    """
+    return holders_are_told_apart() and _is_held(tensor)
+
+
+def _is_held(tensor: Tensor) -> bool:
+    holders = sys.getrefcount(tensor) - 4  # two callers' variables, ours, and the argument of the call
+    # A graph that has saved the tensor holds its Python object too.
+    return bool(holders > (tensor._use_count() > 1))  # type: ignore[attr-defined]
+
+
+@cache
+def holders_are_told_apart() -> bool:
+    """Try it: on a tensor that code holds, that code and a graph hold, and that only a graph holds."""
+    if not hasattr(Tensor, "_use_count"):
+        return False
+
+    def is_held(reference: weakref.ref[Tensor]) -> bool:
+        found = reference()
+        return found is not None and ask(found)
+
+    def ask(tensor: Tensor) -> bool:
+        return _is_held(tensor)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.ones(1)
+        reference = weakref.ref(weight)
+        by_code = is_held(reference)
+        graph = torch.ones(1, requires_grad=True) * weight
+        by_both = is_held(reference)
+        del weight
+        by_graph = is_held(reference)
+        del graph
+    return by_code and by_both and not by_graph
 
 
 def cpu_has_fast_bf16() -> bool:

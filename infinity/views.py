@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,61 @@ class _Saved:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.version = tensor._version
+
+
+class KeptGroups:
+    """Groups that stay gathered although nothing of the engine uses them, because tensors outside show their memory.
+
+    Owned by the gatherer, whose users the keepers are.
+
+    Attributes:
+        views: who looks at which memory.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
+        self.views = Views(groups)
+        self._kept: dict[Hashable, FlatGroup] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def __str__(self) -> str:
+        return ", ".join(sorted({group.key for group in self._kept.values()}))
+
+    def watch(self, groups: Sequence[FlatGroup]) -> None:
+        """Groups have their last buffers: an adoption gives them those of before. None is gathered for good yet."""
+        self.views = Views(groups)
+
+    def keep(self, group: FlatGroup, keeper: Hashable) -> None:
+        """A group stays gathered for `keeper`."""
+        self._kept[keeper] = group
+
+    def is_shown(self, group: FlatGroup, uses: int) -> bool:
+        """Whether code outside holds a tensor over the memory of a gathered group that nobody uses any more.
+
+        Where no graph is made, whatever looks at the memory and did not when it was gathered is held by somebody. A
+        graph saves views of its own, which cannot be told from others; there only those count that were taken with
+        `.detach()` or `.data` of a parameter.
+
+        Args:
+            uses: of the memory when the group was gathered.
+        """
+        if torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return group.is_taken
+        return storage_use_count(group.flat.untyped_storage()) > uses
+
+    def take_gone(self) -> list[tuple[Hashable, FlatGroup]]:
+        """Keepers, with their groups, that keep nothing any more; they are forgotten."""
+        gone = [(keeper, group) for keeper, group in self._kept.items() if not self.views.are_alive(group)]
+        for keeper, _ in gone:
+            del self._kept[keeper]
+        return gone
+
+    def take_shown(self) -> set[int]:
+        """Indices of the groups that are still kept; all keepers are forgotten."""
+        shown = {group.index for group in self._kept.values() if self.views.are_alive(group)}
+        self._kept.clear()
+        return shown
 
 
 class Views:
