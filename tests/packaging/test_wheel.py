@@ -84,3 +84,31 @@ def test_the_installed_wheel_trains(wheel: Path, tmp_path: Path) -> None:
     output = run("-m", "infinity", "train", "--preset", "tiny", "--layers", "2", "--steps", "2", "--device", "cpu")
     assert "read ahead" in output
     assert (site / "bin" / "infinity").exists()
+
+
+# As if the package were installed nowhere else.
+_MINE = """
+import os, site, sys
+sys.path = [place for place in sys.path if not os.path.exists(os.path.join(place, "infinity", "__init__.py"))]
+site.addsitedir(sys.argv[1])
+import infinity
+infinity.Config()
+print(infinity.__file__)
+"""
+
+
+def test_a_checkout_does_not_hide_the_package_from_a_script_beside_it(sdist: Path, tmp_path: Path) -> None:
+    """An editable install of a checkout whose folder is called `infinity`, as cloning makes it."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (checkout,) = tmp_path.glob("infinity_offload-*")
+    checkout.rename(tmp_path / "infinity")
+    site = tmp_path / "site"
+    pip("install", "--no-deps", "--target", site, "--editable", tmp_path / "infinity")
+    (tmp_path / "mine.py").write_text(_MINE)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "mine.py", str(site)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/infinity/infinity/__init__.py\n"), done.stderr
