@@ -4,9 +4,9 @@ Per model size the benchmark goes round by round: first a run on the drive as it
 which everything is fitted (seconds of the training thread, of kernels and hand-overs, rates of the drive); then every
 schedule, each predicted before it starts. So a slow minute of the machine meets calibrations and runs alike, and the
 error of a case is the median of its rounds. Then every schedule runs on one and two throttled drives of two speeds,
-predicted from the last calibration and the speeds of the throttle. Real files, real threads. Torch and the optimizer
-compute with one thread each: a training run on a GPU does not compute with the cores that move its bytes either. The
-machine has to be quiet.
+predicted from a calibration just before them and the speeds of the throttle. Real files, real threads. Torch and the
+optimizer compute with one thread each: a training run on a GPU does not compute with the cores that move its bytes
+either. The machine has to be quiet; it takes about five minutes then.
 
     python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--rounds N] [--drives real,throttled]
 """
@@ -37,10 +37,10 @@ from infinity.plan.simulate import simulate
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
 
-SHAPES = (GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64), GptShape(12, 512, 8, 64))
+SHAPES = (GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64), GptShape(12, 448, 8, 64))
 SCHEDULES = ("synchronous", "overlapped", "deferred")
-RATES = ((150e6, 100e6), (300e6, 200e6))  # throttles: read and write, bytes/s of one drive
-_THROTTLED_STEPS = 5  # the throttle gives their time, so they are alike
+RATES = ((200e6, 130e6), (400e6, 260e6))  # throttles: read and write, bytes/s of one drive
+_THROTTLED_STEPS = 4  # the throttle gives their time, so they are alike
 _DEVICE_BUDGET, _HOST_SHARE = "32MiB", 0.35  # of the state in host memory
 
 
@@ -127,13 +127,14 @@ def rows_of(shape: GptShape, kinds: set[str], root: Path, steps: int, rounds: in
     """Every case of one model size."""
     real = [Case(shape, schedule, 1, None) for schedule in SCHEDULES] if "real" in kinds else []
     found: dict[Case, list[tuple[float, float]]] = {case: [] for case in real}
-    for _ in range(rounds if real else 1):
+    for _ in range(rounds if real else 0):
         calibration = calibrate(shape, root, steps)
         for case in real:
             found[case].append(measure(case, calibration, root, steps))
     yield from (row_of(case, pairs) for case, pairs in found.items())
     if "throttled" in kinds:
         for schedule in SCHEDULES:
+            calibration = calibrate(shape, root, steps)
             for rates in RATES:
                 for count in (1, 2):
                     case = Case(shape, schedule, count, rates)

@@ -195,7 +195,7 @@ def replay_table(
 def nearest_text(nearest: Change | None) -> str:
     """The least change that works, in words."""
     if nearest is None or nearest.plan is None:
-        return "no smaller batch and no larger host memory makes it work; the largest unit needs a larger device"
+        return "no smaller batch, no more drives and no larger memory makes it work"
     plan = nearest.plan
     speed = f"{seconds(plan.step_s)} a step, {plan.tokens_per_s:,.0f} tokens/s"
     return f"the nearest plan that works: {nearest.what} ({speed})"

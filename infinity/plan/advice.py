@@ -11,7 +11,8 @@ from infinity.plan.planner import PlanRequest, StepPlan, make_plan, plan_rank
 from infinity.sizes import format_nbytes, parse_nbytes
 
 _MOST_SWEPT = 64
-_NEAREST_TRIES = 12
+_NEAREST_TRIES = 12  # doublings of memory, less one
+_MOST_MORE_DRIVES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +108,47 @@ def search(request: PlanRequest) -> list[Change]:
 
 
 def nearest_that_works(request: PlanRequest) -> Change | None:
-    """The least change with which a request that does not fit would: recompute, smaller batches, more host memory."""
-    tries: list[tuple[str, PlanRequest]] = []
-    workload = request.workload
-    if not workload.recompute:
-        tries.append(("--recompute", with_workload(request, recompute=True)))
-    batch = workload.batch
-    while batch > 1:
-        batch //= 2
-        what = f"--batch {batch} --recompute"
-        tries.append((what, with_workload(request, batch=batch, recompute=True)))
-    least = with_workload(request, batch=1, recompute=True)
-    for power in range(1, _NEAREST_TRIES):
-        nbytes = request.hardware.host_memory_nbytes << power
-        bigger = replace(request.hardware, host_memory_nbytes=nbytes)
-        unlimited = replace(request.workload, host_budget_nbytes=None)
-        what = f"--host-memory {format_nbytes(nbytes)}"
-        tries.append((what, replace(request, hardware=bigger, workload=unlimited)))
-        tries.append((f"{what} --batch 1 --recompute", replace(least, hardware=bigger)))
-    for what, changed in tries:
+    """The least change with which a request that does not fit would.
+
+    Tried in this order: recomputing, smaller batches, more drives, more host memory, more memory on the device as well.
+    """
+    for what, changed in _nearest(request):
         change = _try(what, changed)
         if change.plan is not None:
             return change
     return None
+
+
+def _nearest(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    workload, hardware = request.workload, request.hardware
+    if not workload.recompute:
+        yield "--recompute", with_workload(request, recompute=True)
+    batch = workload.batch
+    while batch > 1:
+        batch //= 2
+        yield f"--batch {batch} --recompute", with_workload(request, batch=batch, recompute=True)
+    if hardware.drives:
+        last = hardware.drives[-1]
+        for count in range(1, _MOST_MORE_DRIVES + 1):
+            more = replace(hardware, drives=(*hardware.drives, *[last] * count))
+            yield f"{count} more of drive {last.name}", replace(request, hardware=more)
+    for more_device in range(_NEAREST_TRIES):
+        for more_host in range(_NEAREST_TRIES):
+            if more_device or more_host:
+                yield from _with_more_memory(request, 1 << more_device, 1 << more_host)
+
+
+def _with_more_memory(request: PlanRequest, device: int, host: int) -> Iterator[tuple[str, PlanRequest]]:
+    """So many times the memory of the device and of the host; with the batch as it is, and with the smallest."""
+    hardware = request.hardware
+    gpu = replace(hardware.gpu, memory_nbytes=hardware.gpu.memory_nbytes * device)
+    bigger = replace(hardware, gpu=gpu, host_memory_nbytes=hardware.host_memory_nbytes * host)
+    words = [f"--device-memory {format_nbytes(gpu.memory_nbytes)}"] if device > 1 else []
+    words += [f"--host-memory {format_nbytes(bigger.host_memory_nbytes)}"] if host > 1 else []
+    unlimited = replace(request.workload, host_budget_nbytes=None)
+    wanted = replace(request, hardware=bigger, workload=unlimited)
+    yield " ".join(words), wanted
+    yield " ".join([*words, "--batch 1 --recompute"]), with_workload(wanted, batch=1, recompute=True)
 
 
 # Sweeps -------------------------------------------------------------------------------------------------------------

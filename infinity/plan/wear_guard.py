@@ -191,10 +191,11 @@ class WearGuard:
         own_nbytes = self._noted[device] - self._started.get(device, 0)
         due_s = own_nbytes / budget.nbytes * _SECONDS_OF_A_DAY
         pause_s = max(due_s - (self._now_s() - self._started_s), 0.0)
-        is_news = bool(pause_s) and (device, "slow") not in self._told
-        self._told.add((device, "slow") if is_news else (device, ""))
+        if not pause_s or (device, "slow") in self._told:
+            return Verdict(pause_s)
+        self._told.add((device, "slow"))
         text = f"pausing between steps: the wear budget of {device} is {format_nbytes(budget.nbytes)} a day"
-        return Verdict(pause_s, message=text if is_news else "")
+        return Verdict(pause_s, message=text)
 
     @staticmethod
     def _worse(one: Verdict, other: Verdict) -> Verdict:
