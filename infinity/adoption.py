@@ -29,6 +29,7 @@ from infinity.errors import ConfigError, IterationError, NotGatheredError, Place
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.iteration import Iteration
+from infinity.placing import sources_of
 from infinity.released import Access, ParameterRef
 from infinity.runtime import Runtime
 from infinity.sizes import format_nbytes
@@ -139,7 +140,7 @@ def _refuse_now(runtime: Runtime, updates: Updates, iteration: Iteration) -> Non
 def _origins(groups: Sequence[FlatGroup], kept: Mapping[int, Kept]) -> dict[tuple[int, int], ParameterRef | None]:
     found: dict[tuple[int, int], ParameterRef | None] = {}
     for group in groups:
-        for slot, parameter in enumerate(_held(group)):
+        for slot, parameter in enumerate(sources_of(group)):
             known = kept.get(id(parameter))
             found[group.index, slot] = None if known is None else known.parameter.ref  # type: ignore[attr-defined]
             if known is None and parameter.is_meta:
@@ -147,16 +148,6 @@ def _origins(groups: Sequence[FlatGroup], kept: Mapping[int, Kept]) -> dict[tupl
                     f"new parameter {group.layout.slots[slot].name!r} is on the meta device; give it values first"
                 )
     return found
-
-
-def _held(group: FlatGroup) -> Iterator[torch.Tensor]:
-    """What the modules hold at the places of a group's slots."""
-    for owners in group.owners:
-        module, attribute = owners[0]
-        parameter = module._parameters[attribute]
-        if parameter is None:
-            raise UnsupportedModelError(f"parameter {attribute!r} of {type(module).__name__} disappeared")
-        yield parameter
 
 
 # Moving the bytes ------------------------------------------------------------------------------------------------
@@ -237,7 +228,7 @@ def _fill_span(
     carry: Carry,
 ) -> None:
     values = tiers.blank(span)
-    fresh = list(_held(span.group))
+    fresh = sources_of(span.group)
     for slot, first, last, start in span.pieces():
         before, into = befores[slot], values.param[first:last]
         if before is None:

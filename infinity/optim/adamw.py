@@ -11,6 +11,23 @@ from infinity.optim.hyper import AdamWHyper
 
 
 class _AdamLike(OffloadedOptimizer):
+    """What the two share. The weight decay is AdamW's."""
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        config: Config | None = None,
+    ) -> None:
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, settings, max_grad_norm, config)
+
     def check_settings(self, settings: Mapping[str, Any]) -> None:
         refuse_outside(
             settings,
@@ -48,21 +65,6 @@ class AdamW(_AdamLike):
 
     kind = OptimizerKind.ADAMW
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        config: Config | None = None,
-    ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings, max_grad_norm, config)
-
 
 class Adam(_AdamLike):
     """Adam over the parameters of an offloaded model; bit for bit `torch.optim.Adam(fused=True)` in fp32.
@@ -92,5 +94,6 @@ class Adam(_AdamLike):
         max_grad_norm: float | None = None,
         config: Config | None = None,
     ) -> None:
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, settings, max_grad_norm, config)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, maximize=maximize, max_grad_norm=max_grad_norm, config=config
+        )

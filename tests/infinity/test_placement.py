@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-from infinity.config import Precision, Schedule
+from infinity.config import Precision, Schedule, StateFormat
 from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice
 from infinity.errors import PlacementError
+from infinity.gradients import gradient_nbytes
 from infinity.grouping import make_groups
 from infinity.init import staging_nbytes
 from infinity.optim.kernels import kernel_for
+from infinity.optim.records import GroupState
 from infinity.placement import Placement, make_placement
 from infinity.units import partition
 from tests import zoo
@@ -251,6 +253,25 @@ def test_the_swap_file_holds_what_host_memory_does_not(request: Request, data: s
     assume(expected)
     with pytest.raises(PlacementError, match=rf"need .* \({expected} bytes\), but nvme.budget is"):
         plan_at(replace(request, nvme_budget_nbytes=expected - 1), budget)
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests(), st.sampled_from(StateFormat), st.data())
+def test_what_an_engine_stores_fits_in_the_swap_files(
+    request: Request, state_format: StateFormat, data: st.DataObject
+) -> None:
+    """Every key that is made for a placement, as long as it is made: rounding never asks for a byte more."""
+    if any(group.shard_dtype is torch.bfloat16 for group in request.groups):
+        request = replace(request, fields=kernel_for(Precision.BF16, state_format=state_format).fields)
+    plan = plan_at(request, data.draw(st.integers(smallest_host_nbytes(request), minima(request)[0] + 500_000)))
+    keys = [group.shard_nbytes for group in request.groups if plan.stores_param(group.index)]
+    for group in request.groups:
+        if group.trainable and plan.stores_state(group.index):
+            keys += [record.nbytes for record in GroupState.build(group, plan.chunk_numel, request.fields).records]
+        if group.index in plan.spilled_gradients:
+            keys.append(gradient_nbytes(group))
+    assert sum(keys) <= plan.nvme_nbytes
+    assert all(nbytes % 4096 == 0 for nbytes in keys)
 
 
 @settings(deadline=None, max_examples=25)
