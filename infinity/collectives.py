@@ -32,6 +32,7 @@ from infinity.errors import RankError
 from infinity.layout import FlatSpan
 from infinity.ranks import Ranks
 from infinity.torch_compat import Channel, job_store
+from storage.forks import in_this_process
 
 _POLL = timedelta(milliseconds=500)
 _LAST_WORDS_S = 2.0  # how long a rank whose connection broke may take to say why
@@ -65,7 +66,8 @@ class Collectives:
         self._has_left = False
         self.sent_nbytes = 0
         self.received_nbytes = 0
-        atexit.register(self._leave_at_exit)
+        self._at_exit = in_this_process(self._leave_at_exit)
+        atexit.register(self._at_exit)
 
     # What ranks tell each other --------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Collectives:
         """Tell the others that this rank takes part in nothing any more. Idempotent."""
         if self._has_left:
             return
-        atexit.unregister(self._leave_at_exit)
+        atexit.unregister(self._at_exit)
         self._leave()
         for channel in (self._row, self._column, self._channel):
             channel.close()

@@ -266,6 +266,14 @@ class Gatherer:
         """Give up a claim made with `claim`."""
         self._io.post(self._read_ahead.consumed, group.index, Phase.BACKWARD)
 
+    def end_claims(self) -> None:
+        """An iteration was given up, perhaps between a claim and what ends it: nothing is claimed any more.
+
+        But for what the device is reading, whose claim ends with that.
+        """
+        ticket = self._io.submit(self._read_ahead.end_claims(), "claims of an iteration that was given up")
+        self._stalls.wait(ticket, StallCause.NVME_READ)
+
     def is_held(self, group: FlatGroup) -> bool:
         """Whether a `UserHold` holds the group: then edits are written back, not lost."""
         return any(isinstance(user, UserHold) for user in self._gatherings[group.index].users)
@@ -350,12 +358,14 @@ class Gatherer:
             gathering.block = self._allocate(group.flat_nbytes, group.key)
             group.allocate_flat()
             fence = self._fill(gathering, gathering.block, copy)
-        except BaseException:
-            self._let_go(gathering)
-            self._io.post(self._read_ahead.consumed, group.index, phase)
+            gathering.state = GatherState.UPLOADING
+            self._io.post(self._read_ahead.consumed, group.index, phase, fence)
+        except BaseException:  # Ctrl-C too, wherever it comes
+            try:
+                self._free(gathering)
+            finally:
+                self._io.post(self._read_ahead.consumed, group.index, phase)
             raise
-        gathering.state = GatherState.UPLOADING
-        self._io.post(self._read_ahead.consumed, group.index, phase, fence)
 
     def _fill(self, gathering: _Gathering, block: DeviceBlock, copy: HostCopy) -> Fence:
         group = gathering.group

@@ -65,9 +65,9 @@ class GradientSpill:
             tag=TrafficTag("grad", step),
             payload_nbytes=group.layout.payload_in(group.grad_span) * GRAD_DTYPE.itemsize,
         )
+        self._watch(written, block)
         gradient.block = None
         gradient.is_spilled = True
-        self._watch(written, block)
 
     def write_chunk(self, gradient: GroupGradient, chunk: Chunk, block: HostBlock, step: int) -> None:
         """Submit the write of one chunk of a gradient, which leaves host memory when it has landed."""
@@ -82,30 +82,37 @@ class GradientSpill:
             tag=TrafficTag("grad", step),
             payload_nbytes=chunk.payload_numel * size,
         )
-        gradient.is_spilled = True
         self._watch(written, block)
+        gradient.is_spilled = True
 
     def _watch(self, written: Ticket, block: HostBlock) -> None:
         """Keep a write in mind, and give its memory back when it is over."""
         # Whoever waits for memory looks whether a write is under way. One whose bytes have landed still is, until it
         # has given its memory back.
         landed = Ticket(written.label)
-        self._writes = [*(ticket for ticket in self._writes if not ticket.done or ticket.exception), landed]
 
         def land(_: Ticket) -> None:
             block.release()
             landed.complete(written.exception)
 
-        written.add_done_callback(land)
+        written.add_done_callback(land)  # first: Ctrl-C must not leave a ticket that nobody completes
+        self._writes = [*(ticket for ticket in self._writes if not ticket.done or ticket.exception), landed]
 
     def check(self) -> None:
         """Wait for the writes, and raise what went wrong."""
-        writes, self._writes = self._writes, []
-        for ticket in writes:
-            self._stalls.wait(ticket, StallCause.NVME_WRITE)
+        try:
+            for ticket in self._writes:
+                self._stalls.wait(ticket, StallCause.NVME_WRITE)
+        finally:
+            self._forget_ended()
 
     def settle(self) -> None:
         """Wait for the writes, and forget what went wrong: nobody needs what was written."""
-        writes, self._writes = self._writes, []
-        for ticket in writes:
-            self._stalls.settle(ticket, StallCause.NVME_WRITE)
+        try:
+            for ticket in self._writes:
+                self._stalls.settle(ticket, StallCause.NVME_WRITE)
+        finally:
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        self._writes = [ticket for ticket in self._writes if not ticket.done]

@@ -90,6 +90,7 @@ class ReadAhead:
         self._position = 0
         self._mode = Mode.TRAIN
         self._deferred: dict[int, DeferredUpdate] = {}  # by group, in the order of their submission
+        self._read_by_device: Counter[int] = Counter()  # by group, copies under way whose claim ends with them
         self._consumed_here: set[int] = set()  # groups of the access at the position that need no read any more
         self._barrier_open = False
         self._stopped = False
@@ -116,6 +117,7 @@ class ReadAhead:
         """The training thread has submitted the copy to the device; its claim ends once `fence` has passed."""
         self._consumed_here.add(index)  # now, and not when the copy is over: the training thread may be further then
         if fence is not None and not fence.done:
+            self._read_by_device[index] += 1
             self._keep(asyncio.create_task(self._consumed_after(index, phase, fence)))
         else:
             self._use_over(index, phase)
@@ -137,6 +139,12 @@ class ReadAhead:
         self._update_if_held(index)
         self._window.wake()
         self.advance()
+
+    async def end_claims(self) -> None:
+        """The training thread uses no copy any more; see `Gatherer.end_claims`."""
+        for index, copy in enumerate(self._copies):
+            if copy.is_claimed and not self._read_by_device[index]:
+                self._use_over(index, Phase.FORWARD)
 
     def step_submitted(self, step: int) -> None:
         """Every update of the step is under way: reads may go on into the next iteration, which is `step`."""
@@ -323,6 +331,7 @@ class ReadAhead:
             self._fail(error)
             if not fence.done:
                 return
+        self._read_by_device[index] -= 1
         self._use_over(index, phase)
 
     def _fail(self, error: BaseException) -> None:

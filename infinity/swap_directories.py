@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from storage.filesystems import find_file_system
+from storage.forks import in_this_process
 
 TEMPORARY_PREFIX = "infinity-swap-"
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -
         return
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=default_directory()))
 
+    @in_this_process
     def remove() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 

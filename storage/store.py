@@ -299,12 +299,21 @@ class ShardStore:
             self._plan(entry, operation)
             may_start = entry.order.add(operation)
             self._in_flight[operation] = None
-        if may_start:
-            self._start(entry, operation)
-        elif priority is Priority.DEMAND:  # what holds it back is waited for as well
-            for drive in self._drives:
-                drive.backend.promote(key)
+        try:
+            if may_start:
+                self._start(entry, operation)
+            elif priority is Priority.DEMAND:  # what holds it back is waited for as well
+                for drive in self._drives:
+                    drive.backend.promote(key)
+        except BaseException as error:  # Ctrl-C: nobody gets the ticket, and the caller takes its memory back
+            self._end_interrupted(entry, operation, error)
+            raise
         return ticket
+
+    def _end_interrupted(self, entry: StoredKey, operation: Operation, error: BaseException) -> None:
+        """Nothing moves the memory of an operation any more; one that nobody will complete fails."""
+        if not self._transfers.wait_until_still(operation):
+            self._ended(entry, operation, error)
 
     def _plan(self, entry: StoredKey, operation: Operation) -> None:
         """Decide what an operation checks. Called in the order of submission."""

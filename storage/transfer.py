@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,9 @@ from storage.meters import DriveMeters
 from storage.ordering import KeyOrder, Operation
 from storage.stripes import Piece, overlap
 from storage.types import IoRequest, Op, Ticket
+
+_STILL_TIMEOUT_S = 10.0
+_POLL_S = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +78,15 @@ class Transfers:
             return moved
         tickets = [moved, *(one.ticket for one in read_back)]
         return _then(Ticket.all_of(tickets, label), lambda error: _settle_read(check, read_back, error))
+
+    def wait_until_still(self, operation: Operation) -> bool:
+        """Wait, for a bounded time, until nothing moves the memory of an operation; whether it is complete."""
+        ticket, deadline_s = operation.ticket, time.monotonic() + _STILL_TIMEOUT_S
+        while not ticket.wait(_POLL_S) and time.monotonic() < deadline_s:
+            moving = [request.ticket.label for drive in self._drives for request in drive.backend.in_flight()]
+            if not operation.held_by and ticket.label not in moving:
+                break
+        return ticket.wait(_POLL_S)  # whoever served the last part is about to complete it, if anybody is
 
     def read_back(self, operation: Operation, start: int, memory: memoryview) -> tuple[Ticket, Place]:
         """Read bytes of the operation's key as they were before it, unchecked; and where the first of them are."""

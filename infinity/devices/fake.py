@@ -118,6 +118,7 @@ class FakeDevice(BudgetedDevice, Closing):
 
     def close(self) -> None:
         self.gpu.close()
+        self._piece = torch.empty(0, dtype=torch.uint8)  # an engine is a part of cycles, which live until a collection
 
     def fill_from_file(self, region: FakeRegion, offset_nbytes: int, dtype: torch.dtype, target: torch.Tensor) -> None:
         """Fill a compute tensor with the elements of `dtype` that the region holds at `offset_nbytes`."""

@@ -25,6 +25,7 @@ from infinity.optim.kernels import ALGORITHMS
 from infinity.optim.torch_state import SlotOwner, states_of, torch_state
 from infinity.released import ParameterRef, ref_of
 from storage.closing import Closing
+from storage.forks import in_this_process
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -57,7 +58,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
             self._engine.attach_optimizer(self)
         elif config is not None:
             self._tier = StateTier(self.param_groups, self.kind, config)
-            weakref.finalize(self, self._tier.close)
+            weakref.finalize(self, in_this_process(self._tier.close))
 
     @property
     @abstractmethod

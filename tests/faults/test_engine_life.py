@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.devices.fake import FakeDevice
+from storage import pool
 from storage.errors import ClosedError
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import swap_folders
@@ -98,6 +102,40 @@ def test_closed_twice(offload: MakeEngine, tmp_path: Path) -> None:
     assert engine.is_closed
     engine.close()
     assert not swap_folders(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "fake"])
+@pytest.mark.parametrize("schedule", ["synchronous", "overlapped", "deferred"])
+def test_close_gives_memory_back_without_a_collection(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, kind: str, schedule: str
+) -> None:
+    """Model, engine and optimizer refer to each other, so they may live on as garbage; their memory must not."""
+    mapped: list[weakref.ref[Any]] = []
+    really_map = pool.map_private
+
+    def map_and_note(nbytes: int, *, huge_pages: bool) -> memoryview:
+        memory = really_map(nbytes, huge_pages=huge_pages)
+        mapped.append(weakref.ref(memory.obj))
+        return memory
+
+    monkeypatch.setattr(pool, "map_private", map_and_note)
+    gc.disable()
+    try:
+        model = build(Net)
+        engine = offload(model, schedule=schedule, host={"budget": "440KiB"}, device={"kind": kind, "budget": "8MiB"})
+        optimizer = infinity.AdamW(model.parameters())
+        for number in range(2):
+            train(model, optimizer, number)
+        loss_of(model, batch(2)).backward()  # type: ignore[no-untyped-call]
+        runtime = engine._runtime
+        engine.close()
+        assert mapped
+        assert not [one for one in mapped if one() is not None]
+        assert sum(group.flat.untyped_storage().nbytes() for group in runtime.groups) == 0
+        if isinstance(runtime.device, FakeDevice):
+            assert runtime.device._piece.nbytes == 0
+    finally:
+        gc.enable()
 
 
 def test_closed_with_everything_in_flight(offload: MakeEngine, tmp_path: Path) -> None:

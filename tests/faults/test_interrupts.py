@@ -17,7 +17,9 @@ import infinity
 from infinity.ending import end_executor
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
-from storage.types import Op
+from storage.pool import map_private
+from storage.store import ShardStore
+from storage.types import Op, Ticket, TrafficTag
 from tests.conftest import MakeEngine
 from tests.drives import wrap_drives
 from tests.leaks import check_empty, swap_folders
@@ -102,6 +104,28 @@ def test_a_demand_that_was_interrupted_leaves_no_claim(offload: MakeEngine, driv
     nothing_gathered(engine)
 
 
+@pytest.mark.parametrize("where", ["before it is told that a copy was used", "just after it has claimed one"])
+def test_a_forward_that_was_interrupted_leaves_no_claim(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    model, engine, optimizer = _make(offload, "deferred", nvme={"io_timeout_s": 3.0})
+    train(model, optimizer, 0)
+    gatherer = engine._runtime.gatherer
+    with monkeypatch.context() as patch:
+        if where == "just after it has claimed one":
+            patch.setattr(gatherer, "_upload", _Once(gatherer._upload, at_call=2))
+        else:
+            io, consumed = engine._runtime.io, engine._runtime.read_ahead.consumed
+            post, interrupt = io.post, _Once(io.post, at_call=2)
+            patch.setattr(io, "post", lambda does, *args: (interrupt if does == consumed else post)(does, *args))
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, batch(1))
+    for number in (2, 3):
+        train(model, optimizer, number)
+    assert not [copy for copy in engine._runtime.copies if copy.is_claimed and not copy.pinned]
+    nothing_gathered(engine)
+
+
 @pytest.mark.parametrize("schedule", ["synchronous", "deferred"])
 def test_a_step_that_was_interrupted_while_it_took_gradients_is_lost(
     offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, schedule: str
@@ -135,6 +159,76 @@ def test_a_step_that_was_interrupted_before_the_device_has_its_values_is_lost(
     with pytest.raises(infinity.IterationError, match="lost half-way"):
         optimizer.zero_grad()
         train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("where", ["before anything has begun", "when all of it has begun"])
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_a_submission_that_was_interrupted_is_over(tmp_path: Path, where: str, op: Op) -> None:
+    """Its memory is the caller's again, and what comes after it on the key does not wait for it."""
+    tag = TrafficTag("param", 0)
+    store = ShardStore.open([tmp_path], 1 << 20)
+    try:
+        store.create("a", 8192)
+        first, second = map_private(8192, huge_pages=False), map_private(8192, huge_pages=False)
+        first[:] = b"1" * 8192
+        assert store.submit_write("a", first, tag=tag).wait(_DEADLINE_S)
+        really_start, submit = store._transfers.start, store.submit_read if op is Op.READ else store.submit_write
+
+        def start(operation: Any) -> Ticket:
+            store._transfers.start = really_start  # type: ignore[method-assign]
+            if where == "when all of it has begun":
+                really_start(operation)
+            raise KeyboardInterrupt
+
+        store._transfers.start = start  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            submit("a", second, tag=tag)
+        assert not store.describe_in_flight()
+        again = store.submit_write("a", first, tag=tag)
+        assert again.wait(_DEADLINE_S)
+        found = store.submit_read("a", second, tag=tag)
+        assert found.wait(_DEADLINE_S)
+        assert found.exception is None
+        assert second == first
+    finally:
+        store.close()
+
+
+class _Interrupted(Ticket):
+    """A transfer; Ctrl-C arrives just before somebody can watch it."""
+
+    __slots__ = ()
+
+    def add_done_callback(self, function: Callable[[Ticket], None]) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_spill_that_was_interrupted_leaves_nothing_to_wait_for(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody completes would be waited for by the next zero_grad(), until the timeout."""
+    model, engine, optimizer = _make(offload, "synchronous", nvme={"io_timeout_s": 1.0})
+    assert engine._runtime.placement.spilled_gradients
+    train(model, optimizer, 0)
+    store = engine._runtime.store
+    assert store is not None
+    really_submit = store.submit_write
+
+    def submit(key: str, *args: Any, **kwargs: Any) -> Ticket:
+        written = really_submit(key, *args, **kwargs)
+        if not key.endswith("/grad"):
+            return written
+        watched = _Interrupted(key)
+        written.add_done_callback(lambda _: watched.complete(written.exception))
+        return watched
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "submit_write", submit)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+    optimizer.zero_grad()
+    train(model, optimizer, 2)
+    nothing_gathered(engine)
 
 
 @pytest.mark.parametrize("at_call", [0, 3])

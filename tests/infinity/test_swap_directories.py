@@ -1,6 +1,7 @@
 """Where swap files go: on a disk if there is one, and nothing stays behind."""
 
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -127,3 +128,31 @@ def test_memory_is_told_where_there_is_no_disk(
     with caplog.at_level(logging.WARNING):
         assert default_directory() == temporary
     assert caplog.messages == [f"{temporary} is in memory, not on a disk; give nvme.paths a directory on a drive"]
+
+
+def test_a_forked_child_leaves_the_directory_of_its_parent(tmp_path: Path) -> None:
+    """Whoever forks without a new program (daemons, pre-forking servers) runs the exit functions of the parent too."""
+    script = """
+import os, sys, warnings
+from infinity.swap_directories import swap_directories
+warnings.simplefilter("ignore")
+with swap_directories(None) as (folder,):
+    child = os.fork()
+    if child == 0:
+        sys.stdout.close()
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    print(folder.is_dir())
+print(folder.is_dir())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False"]
