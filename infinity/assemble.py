@@ -130,7 +130,7 @@ def _connect(config: Config, ranks: Ranks | None, stack: ExitStack) -> Collectiv
         return None
     uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
     collectives = Collectives(ranks, torch.device("cuda" if uses_cuda else "cpu"), config.rank_timeout_s)
-    stack.callback(collectives.close)
+    stack.push(collectives.end)
     return collectives
 
 

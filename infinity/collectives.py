@@ -241,6 +241,12 @@ class Collectives:
         """Remember what went wrong here; others are told when this rank leaves."""
         self._last_error = f"{type(error).__name__}: {error}"
 
+    def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close, as the end of a `with` block: what it failed with is what others are told."""
+        if error is not None:
+            self.note_error(error)
+        self.close()
+
     def close(self) -> None:
         """Tell the others that this rank takes part in nothing any more. Idempotent."""
         if self._has_left:

@@ -74,7 +74,7 @@ class Engine(StatefulEngine):
             self._tensor_parallel.localise()
             undo.callback(self._tensor_parallel.restore)
             self._runtime: Runtime = assemble(model, config, self, ranks, run, values, wrap_backend)
-            undo.callback(self.close)
+            undo.push(self.__exit__)
             self._start(values or FirstValues(), on_progress, run)
             undo.pop_all()
         self._tensor_parallel.forget_originals()

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import infinity
+from infinity.cli import offloaded
+from storage.durable import durable_folder
 from tests.cli.command import call, start, train_report
 
 
@@ -45,6 +48,30 @@ def test_a_killed_run_is_continued(tmp_path: Path) -> None:
     assert counted == rest["expected_traffic"]
     assert call("clean", "--resumable", swap)[0] == 0
     assert list(swap.iterdir()) == []
+
+
+def test_a_run_that_is_stopped_in_its_first_step_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise infinity.InfinityError("the power is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloaded._Session, "train", stop)
+        common = ("train", "--preset", "tiny", "--steps", "1", "--nvme", tmp_path, "--durability", "step")
+        assert call(*common)[0] == 1
+    code, output, error = call("train", "--resume", tmp_path)
+    assert code == 0, error
+    assert "continuing with step 0" in output
+
+
+def test_a_run_of_several_ranks_is_continued_on_as_many(tmp_path: Path) -> None:
+    for rank in range(2):
+        durable_folder(tmp_path / f"rank{rank}").mkdir(parents=True)
+    code, _, error = call("train", "--resume", tmp_path)
+    assert code == 2
+    assert "a run of 2 ranks lies there, and this job has 1" in error
+    assert "torchrun --nproc-per-node 2" in error
 
 
 def test_more_steps_than_were_planned(tmp_path: Path) -> None:

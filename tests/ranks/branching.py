@@ -154,6 +154,24 @@ def make_mistakes(folder: Path) -> dict[str, str]:
     return said
 
 
+def fail_in_offload(folder: Path) -> list[str]:
+    """What both ranks are told when one of them cannot offload: for want of memory, or of first values."""
+    rank, _ = rank_and_size()
+    small = {"host": {"budget": "16KiB" if rank == 1 else "64MiB"}}
+    said = [_said(lambda: infinity.offload(build(Net), make_config(folder / "a", small)))]
+    with infinity.empty_init():
+        model = Net()
+    try:
+        infinity.offload(model, make_config(folder / "b", {}), init_fn=_no_values if rank == 0 else None)
+    except (infinity.InfinityError, ValueError) as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def _no_values(module: nn.Module) -> None:
+    raise ValueError("nobody knows the first values")
+
+
 def fail(folder: Path, where: str) -> None:
     """The second rank fails while the first one needs it; nobody catches anything."""
     rank, _ = rank_and_size()

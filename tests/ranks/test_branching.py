@@ -13,6 +13,7 @@ import torch
 
 from tests.ranks.branching import (
     fail,
+    fail_in_offload,
     make_mistakes,
     train_experts,
     train_experts_plain,
@@ -66,6 +67,15 @@ def test_what_ranks_must_do_together_is_checked(tmp_path: Path) -> None:
         assert "the gradients thrown away, differ between the ranks" in said["zero_grad"]
         assert int(said["again"]) > 0
         assert "2 ranks share this model, and a changed model is adopted by one rank only" in said["adopt"]
+
+
+def test_a_rank_that_cannot_offload_tells_the_others_why(tmp_path: Path) -> None:
+    first, second = values(run_ranks(fail_in_offload, 2, tmp_path))
+    assert second[0].startswith("PlacementError")
+    assert first[0].startswith("RankError: rank 1 failed with PlacementError: ")
+    assert "nobody knows the first values" in first[1]
+    assert second[1].startswith("RankError: rank 0 failed with ")
+    assert "nobody knows the first values" in second[1]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def kill_at(folder: Path, stage: int, points: int) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on(tmp_path: Path) -> None:
     kill_at(tmp_path, 3, 1)
 
