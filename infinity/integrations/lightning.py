@@ -35,9 +35,16 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.init import empty_init as without_memory
 from infinity.initialisers import InitFn
 from infinity.offloading import offload
-from infinity.optim.base import OffloadedOptimizer
+from infinity.optim.base import OffloadedOptimizer, clip_grad_norm_
 
 _TRAINER = "lightning"  # key of the Trainer's part in a checkpoint's `extra`
+
+
+class _EnginePrecision(Precision):  # type: ignore[misc, unused-ignore]
+    """Clips where the gradients are: over all ranks, and also those that wait in the swap file."""
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: int | float) -> None:
+        clip_grad_norm_(self.main_params(optimizer), float(clip_val))
 
 
 class InfinityStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
@@ -60,6 +67,7 @@ class InfinityStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
     """
 
     strategy_name = "infinity"
+    precision_plugin: Any  # a property of Lightning's
 
     def __init__(
         self,
@@ -176,11 +184,12 @@ class InfinityStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
     def setup(self, trainer: Any) -> None:
         """Offload the module and build its optimizer."""
         self.accelerator.setup(trainer)
-        if type(self.precision_plugin) is not Precision:
+        if type(self.precision_plugin) not in (Precision, _EnginePrecision):
             raise ConfigError(
                 f"Trainer(precision={self.precision_plugin.precision!r}): precision is the engine's; leave it out, and "
                 'use infinity.Config(precision="bf16")'
             )
+        self.precision_plugin = _EnginePrecision()
         self.model = self.lightning_module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self._hold(self.lightning_module, is_fitting=is_fitting)
