@@ -61,14 +61,14 @@ class Training:
         return time.perf_counter() - started_s
 
     def save(self, path: Path, *, wait: bool) -> dict[str, float]:
-        """Ask for a checkpoint; how long the call took, and what of it was waiting for writes of before."""
+        """Ask for a checkpoint; how long the call took, and what of it was work and waiting for writes of before."""
         seconds = self.engine._runtime.stalls.seconds
         before = dict(seconds)
-        started_s = time.perf_counter()
+        started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         self.engine.save(path, wait=wait)
-        call_s = time.perf_counter() - started_s
+        call_s, call_cpu_s = time.perf_counter() - started_s, time.thread_time() - started_cpu_s
         landing_s = sum(seconds[cause] - before[cause] for cause in seconds if cause.value != "save")
-        return {"call_s": call_s, "landing_s": landing_s, "stall_s": call_s - landing_s}
+        return {"call_s": call_s, "call_cpu_s": call_cpu_s, "landing_s": landing_s, "stall_s": call_s - landing_s}
 
 
 def behind(run: Training, path: Path, steps: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import xxhash
 
 from infinity.checkpoint.folder import before_of
 from infinity.errors import CheckpointError
+from storage.durable import DURABLE_PREFIX, durable_folder
 
 VERSION = 2
 INDEX_FILE = "checkpoint.json"
@@ -228,6 +229,11 @@ def _not_there(folder: Path) -> str:
         return f"there is no checkpoint at {folder}, saving was interrupted; the one before is at {before}: use it"
     if not folder.exists():
         return f"there is no checkpoint at {folder}: nothing is there; check the path"
+    if durable_folder(folder).is_dir() or folder.name.startswith(DURABLE_PREFIX):
+        return (
+            f"there is no checkpoint at {folder}: a run with durability='step' lies there. Continue it (resume=True, "
+            "`infinity train --resume`); engine.save() then makes a checkpoint of it"
+        )
     return f"there is no checkpoint at {folder}: {INDEX_FILE} is missing; give the folder that save() made"
 
 

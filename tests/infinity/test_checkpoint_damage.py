@@ -391,6 +391,13 @@ def test_an_interrupted_exchange_is_pointed_out(run: Run, saved: Path) -> None:
     run.load(saved.with_name(".saved.before"))
 
 
+def test_a_durable_run_is_no_checkpoint_and_is_pointed_out(tmp_path: Path) -> None:
+    infinity.offload(Net(), small_config(tmp_path, durability="step")).close()
+    for folder in (tmp_path, tmp_path / "versioned-rank0"):
+        with pytest.raises(infinity.CheckpointError, match=r"a run with durability='step' lies there\..*resume=True"):
+            CheckpointReader(folder)
+
+
 def test_what_the_drive_does_not_give_counts_as_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that of a series the checkpoint before is tried."""
     with pytest.raises(DamagedCheckpointError, match="cannot be read: Is a directory"):
