@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause
 from infinity.optim.records import Record
 from infinity.order import Phase
+from infinity.passage import release_after
 from infinity.runtime import Runtime
-from storage.pool import Lease
-from storage.types import Priority, TrafficTag
+from storage.types import Priority, Ticket, TrafficTag
 
 
 class ParameterAccess:
@@ -24,6 +25,7 @@ class ParameterAccess:
     def __init__(self, runtime: Runtime, on_change: Callable[[], None]) -> None:
         self._runtime = runtime
         self._on_change = on_change
+        self._moving = Ticket.completed()  # the last transfer of the buffer
         runtime.gatherer.kept.watch(runtime.groups)
 
     @contextmanager
@@ -79,12 +81,12 @@ class ParameterAccess:
         has_rest = record is not None and record.is_initialised and self._runtime.kernel.completes_master
         state_nbytes = record.nbytes if record is not None and has_rest and record.lease is None else 0
         old_nbytes = param_nbytes if copy.is_chunked else 0  # of no use any more when the state is read
-        with self._buffer(group, param_nbytes + max(state_nbytes, old_nbytes)) as lease:
-            new = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=chunk.numel)
+        with self._buffer(group, param_nbytes + max(state_nbytes, old_nbytes)) as block:
+            new = torch.frombuffer(block.memory, dtype=group.shard_dtype, count=chunk.numel)
             with torch.no_grad():
                 new.copy_(group.flat.detach()[chunk.start : chunk.stop])
             if copy.is_chunked:
-                old = self._read_stored(group, chunk, lease.memory[param_nbytes : 2 * param_nbytes])
+                old = self._read_stored(group, chunk, block.memory[param_nbytes : 2 * param_nbytes])
             else:
                 old = copy.tensor[group.in_shard(chunk)]
             changed = (_bits(old) != _bits(new)) & _payload(chunk)
@@ -92,10 +94,10 @@ class ParameterAccess:
                 return
             if copy.is_stored:
                 offset = group.in_shard(chunk).start * group.shard_dtype.itemsize
-                self._write(group.key, lease.memory[:param_nbytes], "param", offset)
+                self._write(group.key, block.memory[:param_nbytes], "param", offset)
             old.copy_(new)  # only now: a copy that counts as clean holds what the swap file holds
             if record is not None and has_rest:
-                self._edit_master(record, new, changed, lease.memory[param_nbytes : param_nbytes + state_nbytes])
+                self._edit_master(record, new, changed, block.memory[param_nbytes : param_nbytes + state_nbytes])
 
     def _read_stored(self, group: FlatGroup, chunk: Chunk, memory: memoryview) -> torch.Tensor:
         """What the swap file holds of a chunk of a shard."""
@@ -104,7 +106,7 @@ class ParameterAccess:
         offset = group.in_shard(chunk).start * group.shard_dtype.itemsize
         tag = self._tag("param")
         read = self._runtime.store.submit_read(group.key, memory, offset=offset, priority=Priority.DEMAND, tag=tag)
-        self._runtime.stalls.wait(read, StallCause.NVME_READ)
+        self._wait(read, StallCause.NVME_READ)
         return torch.frombuffer(memory, dtype=group.shard_dtype, count=chunk.numel)
 
     def _edit_master(self, record: Record, new: torch.Tensor, changed: torch.Tensor, buffer: memoryview) -> None:
@@ -116,23 +118,38 @@ class ParameterAccess:
             return
         if runtime.store is not None:
             read = runtime.store.submit_read(record.key, buffer, priority=Priority.DEMAND, tag=self._tag("state"))
-            runtime.stalls.wait(read, StallCause.NVME_READ)
+            self._wait(read, StallCause.NVME_READ)
             runtime.kernel.edited(new, record.views(buffer), changed)
             self._write(record.key, buffer, "state", 0)
 
     def _write(self, key: str, memory: memoryview, kind: str, offset: int) -> None:
         if self._runtime.store is not None:
             ticket = self._runtime.store.submit_write(key, memory, offset=offset, tag=self._tag(kind))
-            self._runtime.stalls.wait(ticket, StallCause.NVME_WRITE)
+            self._wait(ticket, StallCause.NVME_WRITE)
+
+    def _wait(self, transfer: Ticket, cause: StallCause) -> None:
+        """Wait for a transfer of the buffer. One that is given up (a timeout, Ctrl-C) keeps it until it is over."""
+        self._moving = transfer
+        self._runtime.stalls.wait(transfer, cause)
 
     @contextmanager
-    def _buffer(self, group: FlatGroup, nbytes: int) -> Iterator[Lease]:
+    def _buffer(self, group: FlatGroup, nbytes: int) -> Iterator[HostBlock]:
         budget, owner = self._runtime.budgets["pipeline"], f"edit of {group.key}"
-        with ExitStack() as held:
-            if nbytes <= budget.limit_nbytes:  # a model without anything to train has no pipeline
-                reservation = held.enter_context(budget.request(nbytes, owner))
+        if nbytes <= budget.limit_nbytes:  # a model without anything to train has no pipeline
+            reservation = budget.request(nbytes, owner)
+            try:
                 self._runtime.stalls.wait(reservation, StallCause.NVME_WRITE)
-            yield held.enter_context(self._runtime.pool.lease(nbytes, owner))
+            except BaseException:
+                reservation.release()
+                raise
+            block = HostBlock.take(self._runtime.pool, reservation, owner)
+        else:
+            block = HostBlock(self._runtime.pool.lease(nbytes, owner))
+        self._moving = Ticket.completed(owner)
+        try:
+            yield block
+        finally:
+            release_after(block, self._moving)
 
     def _tag(self, kind: str) -> TrafficTag:
         return TrafficTag(f"{kind}_edit", self._runtime.step)

@@ -161,6 +161,29 @@ def test_a_step_that_was_interrupted_before_the_device_has_its_values_is_lost(
         train(model, optimizer, 2)
 
 
+def test_an_edit_that_was_interrupted_keeps_its_buffer_until_its_transfer_is_over(
+    offload: MakeEngine, drive: Callable[[], FaultyBackend]
+) -> None:
+    """Somebody else's bytes would otherwise be written as the parameters."""
+    model, engine, optimizer = _make(offload, "synchronous")
+    train(model, optimizer, 0)
+    engine.metrics()
+    pool = engine._runtime.pool
+    drive().inject(Fault.STUCK, op=Op.WRITE)
+    watcher = _interrupt_when(lambda: bool(drive().stuck()))
+    with pytest.raises(KeyboardInterrupt), infinity.gathered(model.get_submodule("head")), torch.no_grad():
+        model.get_parameter("head.weight").add_(1.0)
+    watcher.join()
+    assert [owner for owner in pool.holders() if owner.startswith("edit of head")]
+    drive().release_stuck()
+    engine.metrics()
+    assert engine._runtime.store is not None
+    assert engine._runtime.store.drain(_DEADLINE_S)
+    assert not [owner for owner in pool.holders() if owner.startswith("edit of head")]
+    train(model, optimizer, 1)
+    nothing_gathered(engine)
+
+
 @pytest.mark.parametrize("where", ["before anything has begun", "when all of it has begun"])
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
 def test_a_submission_that_was_interrupted_is_over(tmp_path: Path, where: str, op: Op) -> None:
