@@ -175,8 +175,12 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 @THOROUGH
-@given(scenario=scenarios())
-def test_any_run_ends_within_its_budgets_and_not_before_its_bounds(scenario: Scenario) -> None:
+@given(scenario=scenarios(), hand_over_s=st.sampled_from([0.0, 1e-4, 1e-2]), kernel_loss=st.sampled_from([0.0, 1.0]))
+def test_any_run_ends_within_its_budgets_and_not_before_its_bounds(
+    scenario: Scenario, hand_over_s: float, kernel_loss: float
+) -> None:
+    speeds = replace(scenario.speeds, hand_over_s=hand_over_s, kernel_loss=kernel_loss)
+    scenario = replace(scenario, speeds=speeds)
     result = simulate(scenario)
     placement = scenario.placement
     limits = {
@@ -195,9 +199,9 @@ def test_any_run_ends_within_its_budgets_and_not_before_its_bounds(scenario: Sce
 
 
 @THOROUGH
-@given(scenario=scenarios())
-def test_no_read_starts_before_the_write_that_it_must_see_has_landed(scenario: Scenario) -> None:
-    result = simulate(scenario)
+@given(scenario=scenarios(), hand_over_s=st.sampled_from([0.0, 1e-4, 1e-2]))
+def test_no_read_starts_before_the_write_that_it_must_see_has_landed(scenario: Scenario, hand_over_s: float) -> None:
+    result = simulate(replace(scenario, speeds=replace(scenario.speeds, hand_over_s=hand_over_s)))
     for number, read in enumerate(result.transfers):
         if read.op is Op.READ:
             for write in result.transfers[number:]:
