@@ -63,6 +63,7 @@ def _table(found: MachineCalibration) -> Table:
         rows.append((f"{name} written", f"{drive.write_bytes_per_s / 1e9:,.2f} GB/s", factors.write))
     for name, value, factor in rows:
         table.add_row(name, value, "" if factor is None else f"{factor:.2f} x the time")
+    table.add_row("hand-over between threads", "", f"{found.hand_over_s * 1e6:,.0f} us")
     for residual in found.residuals:
         predicted = f"{residual.predicted_s:.3f} s predicted"
         table.add_row(f"a step, {residual.what}", predicted, f"{residual.measured_s:.3f} s ({residual.error:+.1%})")
