@@ -314,6 +314,7 @@ class Collectives:
                 if work.is_completed():
                     raise
                 self._refuse_left()
+        work.wait()  # it is over, and raises here if it failed before anybody looked
 
     def _refuse_left(self) -> None:
         if left := self._who_left():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +168,29 @@ def fail_in_offload(folder: Path) -> list[str]:
     except (infinity.InfinityError, ValueError) as error:
         said.append(f"{type(error).__name__}: {error}")
     return said
+
+
+def exchange_when_the_other_has_left(folder: Path) -> str:
+    """What the first rank is told by an exchange that has failed before it looks."""
+    rank, _ = rank_and_size()
+    with infinity.offload(build(Net), make_config(folder / "swap", {})) as engine:
+        lockstep = engine._runtime.lockstep
+        assert lockstep is not None
+        if rank == 1:
+            return ""
+        collectives, channel = lockstep.collectives, lockstep.collectives._channel
+        start = channel.all_gather
+
+        def failed(output: Tensor, mine: Tensor) -> Any:
+            work = start(output, mine)
+            while not work.is_completed():
+                time.sleep(0.01)
+            return work
+
+        while collectives._who_left() is None:
+            time.sleep(0.01)
+        channel.all_gather = failed  # type: ignore[method-assign]
+        return _said(lambda: collectives.exchange(torch.ones(4)))
 
 
 def _no_values(module: nn.Module) -> None:

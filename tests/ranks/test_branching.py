@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks.branching import (
+    exchange_when_the_other_has_left,
     fail,
     fail_in_offload,
     make_mistakes,
@@ -76,6 +77,12 @@ def test_a_rank_that_cannot_offload_tells_the_others_why(tmp_path: Path) -> None
     assert "nobody knows the first values" in first[1]
     assert second[1].startswith("RankError: rank 0 failed with ")
     assert "nobody knows the first values" in second[1]
+
+
+def test_an_exchange_that_has_failed_at_once_is_no_success(tmp_path: Path) -> None:
+    """What it would give is memory that nobody has written."""
+    first, _ = values(run_ranks(exchange_when_the_other_has_left, 2, tmp_path))
+    assert first.startswith("RankError: rank 1 has closed its engine or ended")
 
 
 @pytest.mark.parametrize(
