@@ -75,7 +75,7 @@ class ParameterExchange:
         with self._own(group, chunk, copy, step) as own, self._lockstep.stalls.charged(StallCause.RANKS):
             for shard, target in self._lockstep.collectives.trade(own, self._targets(group, chunk, copy)):
                 theirs = _shifted(group, chunk, shard)
-                if copy is None or not copy.pinned:
+                if copy is None or copy.is_stored:  # durable steps store what host memory keeps for good, too
                     writes.append(self._write(group, theirs, target, step))
                 if copy is None:
                     self._runtime.stalls.wait(writes.pop(), StallCause.NVME_WRITE)  # the buffer is used again
