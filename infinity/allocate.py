@@ -115,10 +115,10 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     stack.callback(end_executor, commit_thread, "a commit")
     save_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-save")  # starts with its first task
     stack.callback(end_executor, save_thread, "a save")
-    io = IoLoop(on_failure=failure.note)
-    stack.callback(io.close)
     worker = ThreadPoolExecutor(1, thread_name_prefix="infinity-optimizer")
     stack.callback(end_executor, worker, "an optimizer update")
+    io = IoLoop(on_failure=failure.note)
+    stack.callback(io.close)  # first of all: its tasks give the worker what to compute
     budgets, copies = _budgets(plan), _copies(plan)
     threads = (commit_thread, save_thread)
     resources = _Resources(pool, store, io, worker, states, budgets, copies, trace, failure, *threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.models.gpt import Gpt, GptShape, init_weights
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import IoError
 from storage.types import IoRequest, Op
-from tests.conftest import MakeEngine
+from tests.conftest import MakeEngine, small_config
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import Loop, assert_parity, gathered_parameters, train_plain
 from tests.zoo import Net, Skipping, batch, build, loss_of
@@ -288,3 +290,21 @@ def test_closing_with_updates_that_wait(offload: MakeEngine) -> None:
     _train_both(pair, 0)
     pair[4].close()
     assert not pair[4]._runtime.read_ahead._deferred
+
+
+def test_closing_while_updates_are_made_ends_them_quietly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A task that the loop still runs must not find the worker gone that computes for it."""
+    inputs = torch.zeros(2, 64, dtype=torch.long)
+    for number in range(12):
+        with infinity.empty_init():
+            model = Gpt(GptShape(8, 160, 4, 64))
+        config = small_config(tmp_path, schedule="deferred", host={"budget": "24MiB"}, device={"budget": "32MiB"})
+        with infinity.offload(model, config, init_fn=init_weights) as engine:
+            optimizer = _adamw(model)
+            for _ in range(2):
+                model(inputs, inputs).backward()
+                optimizer.step()
+            if number % 2:
+                engine._runtime.io.post(engine._runtime.read_ahead.force)
+        gc.collect()  # asyncio tells of an exception that nobody asked for when the task goes
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
