@@ -12,10 +12,11 @@ because slots start at multiples of 64. A magnitude x is stored as the number of
 bits of min(x / scale + c, 1), as fp32: sixteen codes per power of two, linear far below c. `exp_avg` has a sign and 127
 magnitudes, c = 2^-8 * 17/16; `exp_avg_sq` has 255, c = 2^-16 * 17/16. The error is below (x + 2 * c * scale) / 16. The
 largest code is the scale itself, so encoding what was decoded gives the same bytes. A second moment above zero never
-becomes zero, because the update divides by it. A block with an infinite or NaN element becomes NaN as a whole.
+becomes zero, because the update divides by it. A block of `exp_avg` whose magnitudes have no inverse (below 2^-126)
+becomes zero. A block with an infinite or NaN element becomes NaN as a whole.
 
 Here is the arithmetic for tensors that are read or replaced from outside, such as by checkpoints: rounding to nearest.
-The one-pass kernels in onepass_formats.py encode with noise.
+The one-pass kernels in onepass.py encode with noise.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class Int8Moments:
         padding = -values.numel() % BLOCK_NUMEL
         blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, BLOCK_NUMEL)
         largest = blocks.abs().amax(dim=1)
-        scales = torch.where(largest > 0, largest.clamp(min=_LEAST_SCALE), largest)
+        least = torch.zeros(()) if count == 127 else torch.where(largest > 0, _LEAST_SCALE, 0.0)
+        scales = torch.where(largest < _LEAST_SCALE, least, largest)
         scales = torch.where(largest.isfinite(), scales, torch.nan)
         inverse = torch.where(scales > 0, 1.0 / scales, torch.zeros(()))
         ratio = (blocks.abs() * inverse.unsqueeze(1) + _value_of(first)).clamp(max=1.0).nan_to_num(nan=1.0)

@@ -153,14 +153,28 @@ def _load_unsigned(codes: Any, scale: Any, values: Any) -> None:
 
 
 @_compiled
-def _scale_of(values: Any) -> Any:
-    """The largest magnitude, but at least the smallest scale; 0 for zeros, NaN where one is infinite or NaN."""
+def _largest(values: Any) -> Any:
+    """The largest magnitude, NaN where one is infinite or NaN."""
     largest = np.uint32(0)
     for i in range(values.size):
         largest = max(largest, np.float32(values[i]).view(np.uint32) & _ABS)
     if largest >= _INFINITY:
         return np.float32(np.nan)
-    return np.float32(0) if largest == 0 else max(np.uint32(largest).view(np.float32), _LEAST_SCALE)
+    return np.uint32(largest).view(np.float32)
+
+
+@_compiled
+def _signed_scale(values: Any) -> Any:
+    """The largest magnitude; what has no inverse counts as 0, which is what its codes decode into."""
+    largest = _largest(values)
+    return np.float32(0) if largest < _LEAST_SCALE else largest
+
+
+@_compiled
+def _unsigned_scale(values: Any) -> Any:
+    """The largest value, but at least the smallest scale: what is above zero stays there. 0 for zeros."""
+    largest = _largest(values)
+    return _LEAST_SCALE if np.float32(0) < largest < _LEAST_SCALE else largest
 
 
 @_compiled
@@ -254,7 +268,7 @@ def _update_int8(
             _advance_moments(grad[start:stop], m, v, rows[span])
             _apply_update(param[start:stop], rest[start:stop], m, v, rows[span])
             _draw(words, np.uint32(noise[span, 2] + np.uint32(start - first)), noise[span, 0], noise[span, 1])
-            exp_avg_scale[block], exp_avg_sq_scale[block] = _scale_of(m), _scale_of(v)
+            exp_avg_scale[block], exp_avg_sq_scale[block] = _signed_scale(m), _unsigned_scale(v)
             _store_signed(m, exp_avg_scale[block], codes_m, words)
             _store_unsigned(v, exp_avg_sq_scale[block], codes_v, words)
 

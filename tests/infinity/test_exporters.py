@@ -5,7 +5,9 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +85,17 @@ def test_counters_do_not_wait_and_metrics_do(
         engine.counters()
 
 
-def test_every_name_is_documented(training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW]) -> None:
+def _metrics_of_a_state_tier(folder: Path) -> dict[str, float]:
+    """Of an optimizer over parameters that no engine holds."""
+    config = infinity.Config(host={"budget": "4MiB"}, nvme={"paths": [folder]})
+    optimizer: Any = infinity.AdamW([torch.nn.Parameter(torch.ones(64))], config=config)
+    with closing(optimizer):
+        return dict(optimizer.state_tier.metrics())
+
+
+def test_every_name_is_documented(
+    training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW], tmp_path: Path
+) -> None:
     with MetricsLog(training[0], []) as log:
         train(training, log, 2)
     patterns = [
@@ -94,7 +106,7 @@ def test_every_name_is_documented(training: tuple[infinity.Engine, torch.nn.Modu
         .replace("KIND", "[a-z_]+")
         for name in re.findall(r"`([a-z0-9]+(?:/[A-Za-z0-9_/]+)?)`", DOCUMENT.read_text())
     ]
-    names = training[0].metrics()
+    names = training[0].metrics() | _metrics_of_a_state_tier(tmp_path)
     assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
     documented = [p for p in patterns if re.match(r"(nvme|host|device|link|stall|readahead|order|optimizer)/", p)]
     assert [p for p in documented if "per_s" not in p and not any(re.fullmatch(p, name) for name in names)] == []

@@ -11,7 +11,7 @@ from tests.ranks.spawn import run_ranks, values
 from tests.ranks.whole import fail_to_read_and_write, read_and_write_hybrid, read_and_write_whole
 
 pytestmark = pytest.mark.timeout(200)  # every process imports torch
-_MADE = ["as saved", "exported", "saved", "swap"]
+_MADE = {"as saved", "exported", "saved"}  # and "swap", where host memory does not hold everything
 _ROOMY = {"host": {"budget": "64MiB"}}
 
 
@@ -21,7 +21,7 @@ def assert_whole(found: list[dict[str, Any]]) -> None:
         assert seen["others get nothing"]
         assert seen["frozen left out"]
         assert seen.get("exported alike", True)
-        assert seen.get("left beside", _MADE) == _MADE
+        assert set(seen.get("left beside", _MADE)) - {"swap"} == _MADE
         assert seen["goes on"]
         assert seen["goes on from the first"]
         assert seen["betas"] == (0.9, 0.999)
