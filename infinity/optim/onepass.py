@@ -166,15 +166,15 @@ def _largest(values: Any) -> Any:
 @_compiled
 def _signed_scale(values: Any) -> Any:
     """The largest magnitude; what has no inverse counts as 0, which is what its codes decode into."""
-    largest = _largest(values)
+    largest: Any = _largest(values)
     return np.float32(0) if largest < _LEAST_SCALE else largest
 
 
 @_compiled
 def _unsigned_scale(values: Any) -> Any:
     """The largest value, but at least the smallest scale: what is above zero stays there. 0 for zeros."""
-    largest = _largest(values)
-    return _LEAST_SCALE if np.float32(0) < largest < _LEAST_SCALE else largest
+    largest: Any = _largest(values)
+    return largest if largest == 0 or not largest < _LEAST_SCALE else _LEAST_SCALE
 
 
 @_compiled
