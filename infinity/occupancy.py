@@ -11,6 +11,7 @@ one iteration.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Set
@@ -95,7 +96,8 @@ _ONE_THREAD = "An engine serves one thread at a time; put a lock around forward 
 
 def _is_called(thread: int, modules: Set[int], beyond: int) -> bool:
     """Whether more than `beyond` calls of any of the modules (by id) are under way on a thread."""
-    frame = sys._current_frames().get(thread)  # None when the thread has ended
+    is_this = thread == threading.get_ident()
+    frame: FrameType | None = sys._getframe() if is_this else _frames().get(thread)  # None when it has ended
     while frame is not None:
         if frame.f_code.co_name == _CALL and id(frame.f_locals.get("self")) in modules:
             beyond -= 1
@@ -107,7 +109,7 @@ def _is_called(thread: int, modules: Set[int], beyond: int) -> bool:
 
 def _others_in_backward() -> bool:
     me = threading.get_ident()
-    return any(thread != me and _is_in_backward(frame) for thread, frame in sys._current_frames().items())
+    return any(thread != me and _is_in_backward(frame) for thread, frame in _frames().items())
 
 
 def _is_in_backward(frame: FrameType | None) -> bool:
@@ -116,3 +118,19 @@ def _is_in_backward(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _frames() -> dict[int, FrameType]:
+    """What every thread is running.
+
+    Python holds the lock on its list of threads meanwhile. A garbage collection in that moment may free a tensor, which
+    lets other threads run, and one that is just starting waits for that lock: none of them goes on (fixed in newer
+    versions of Python, which do not collect then either).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
