@@ -23,6 +23,7 @@ def begin_threads():
 
 beginner = threading.Thread(target=begin_threads, daemon=True)
 beginner.start()
+none_of_these = frozenset({0})  # made here: the next thing that is allocated after the garbage is a frame
 gc.set_threshold(1, 1, 1)
 for _ in range(2000):
     gc.disable()
@@ -31,7 +32,7 @@ for _ in range(2000):
         tensor.own = [tensor]
     del tensor
     gc.enable()
-    assert not occupancy._is_called(beginner.ident, frozenset({0}), beyond=0)
+    assert not occupancy._is_called(beginner.ident, none_of_these, beyond=0)
 assert gc.isenabled()
 is_over = True
 """
