@@ -96,7 +96,7 @@ def _update_separate(param: Any, rest: Any, m: Any, v: Any, row: Any) -> None:
 
 def _apply_update(param: Any, rest: Any, m: Any, v: Any, row: Any) -> None:
     """The master of a block, in whichever form it is stored, decays and takes its step."""
-    raise NotImplementedError("compiled code only")
+    raise TypeError("numba chooses the update while it compiles; Python code cannot call this")
 
 
 @overload(_apply_update, inline="always")
