@@ -6,7 +6,7 @@ import contextlib
 import gc
 import resource
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,26 +22,12 @@ from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import IoError, IoTimeoutError, ReadError, StorageError, SwapFullError, WriteError
 from storage.types import IoRequest, Op
 from tests.conftest import MakeEngine, small_config
-from tests.drives import wrap_drives
 from tests.leaks import swap_folders
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import gathered_parameters, smallest_budget
 from tests.zoo import Net, batch, build, loss_of
 
 TIGHT = {"budget": "440KiB"}
-
-
-@pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBackend]]:
-    """The backend of the engine made last, ready to fail."""
-    made: list[FaultyBackend] = []
-
-    def wrap(backend: Backend) -> Backend:
-        made.append(FaultyBackend(backend))
-        return made[-1]
-
-    wrap_drives(monkeypatch, wrap)
-    yield lambda: made[-1]
 
 
 def _is(part: str) -> Callable[[IoRequest], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,16 @@ from torch import nn
 
 import infinity
 from infinity.ending import end_executor
-from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.pool import map_private
 from storage.store import ShardStore
 from storage.types import Op, Ticket, TrafficTag
 from tests.conftest import MakeEngine
-from tests.drives import wrap_drives
 from tests.leaks import check_empty, swap_folders
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.zoo import Net, batch, build, loss_of
 
 _DEADLINE_S = 20.0
-
-
-@pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBackend]]:
-    """The backend of the engine made last."""
-    made: list[FaultyBackend] = []
-
-    def wrap(backend: Backend) -> Backend:
-        made.append(FaultyBackend(backend))
-        return made[-1]
-
-    wrap_drives(monkeypatch, wrap)
-    yield lambda: made[-1]
 
 
 def _interrupt_when(is_time: Callable[[], bool]) -> threading.Thread:
