@@ -55,20 +55,31 @@ def speeds_of(measured: Mapping[Op, Measured], given: Sequence[float]) -> list[f
     return [moved_nbytes / seconds for seconds in seconds_per_byte] if moved_nbytes else None
 
 
-def split(nbytes: int, speeds: Sequence[float], held_nbytes: Sequence[int], first: int = 0) -> list[tuple[int, int]]:
-    """How many bytes of a span go to which drive, as (drive, nbytes), in the order of its bytes.
+Shares = list[tuple[int, int]]
+"""How many bytes of a span go to which drive, as (drive, nbytes), in the order of its bytes."""
+
+
+def rotated(drives: int, first: int) -> list[int]:
+    """The drives beginning with one of them: from key to key with the next, the beginnings of keys spread too."""
+    return [(first + number) % drives for number in range(drives)]
+
+
+def split(
+    nbytes: int, speeds: Sequence[float], held_nbytes: Sequence[int], order: Sequence[int] | None = None
+) -> Shares:
+    """How many bytes of a span go to which drive.
 
     Args:
         nbytes: size of the span, a page multiple.
         speeds: by drive, in any unit; 0 for a drive that takes nothing.
         held_nbytes: what each drive holds already.
-        first: the drive to begin with; it rotates from key to key, so that the beginnings of keys spread too.
+        order: all drives, as the bytes of the span are to lie on them; by number if None.
 
     Raises:
         ValueError: no drive takes anything.
     """
-    count = len(speeds)
-    takers = [drive for drive in ((first + number) % count for number in range(count)) if speeds[drive] > 0]
+    everyone = [drive for drive in (order or range(len(speeds))) if speeds[drive] > 0]
+    takers = list(everyone)
     if not takers:
         raise ValueError("every drive has a speed of 0: none can take anything")
     while len(takers) > 1:
@@ -76,11 +87,10 @@ def split(nbytes: int, speeds: Sequence[float], held_nbytes: Sequence[int], firs
         if nbytes * speeds[slowest] / sum(speeds[drive] for drive in takers) >= MIN_PIECE_NBYTES:
             return _cut(nbytes, [(drive, speeds[drive]) for drive in takers])
         takers.remove(slowest)
-    everyone = [drive for drive in ((first + number) % count for number in range(count)) if speeds[drive] > 0]
     return [(min(everyone, key=lambda drive: (held_nbytes[drive] + nbytes) / speeds[drive]), nbytes)]
 
 
-def _cut(nbytes: int, speeds: Sequence[tuple[int, float]]) -> list[tuple[int, int]]:
+def _cut(nbytes: int, speeds: Sequence[tuple[int, float]]) -> Shares:
     total = sum(speed for _, speed in speeds)
     shares = []
     start, passed = 0, 0.0
@@ -92,26 +102,49 @@ def _cut(nbytes: int, speeds: Sequence[tuple[int, float]]) -> list[tuple[int, in
     return shares
 
 
-def better_split(
-    present: Mapping[int, int], speeds: Sequence[float], held_nbytes: Sequence[int], first: int = 0
-) -> list[tuple[int, int]] | None:
-    """How a span would be spread if it were written now, when that is clearly better than how it is; else None.
+def better_split(present: Mapping[int, int], speeds: Sequence[float], held_nbytes: Sequence[int]) -> Shares | None:
+    """How a key would be spread if it were written now, when that is clearly better than how it is; else None.
 
     Args:
-        present: bytes of the span by drive.
-        speeds, held_nbytes, first: as in `split`; the span is among what the drives hold.
+        present: bytes of the key by drive, in the order in which they lie there: they keep it.
+        speeds, held_nbytes: as in `split`; the key is among what the drives hold.
     """
+    order = [*present, *(drive for drive in range(len(speeds)) if drive not in present)]
     nbytes = sum(present.values())
     others = [held - present.get(drive, 0) for drive, held in enumerate(held_nbytes)]
-    shares = split(nbytes, speeds, others, first)
+    shares = split(nbytes, speeds, others, order)
     if len(shares) == len(present) == 1:
-        # One piece: not the time of this span counts, but the time of all that the drives hold.
+        # One piece: not the time of this key counts, but the time of all that the drives hold.
         (here,), (there, _) = present, shares[0]
         now_s, then_s = _seconds(held_nbytes[here], speeds[here]), (others[there] + nbytes) / speeds[there]
     else:
         now_s = max(_seconds(part, speeds[drive]) for drive, part in present.items())
         then_s = max(part / speeds[drive] for drive, part in shares)
     return shares if then_s < (1 - _HYSTERESIS) * now_s else None
+
+
+def part_of(shares: Shares, start: int, stop: int) -> Shares:
+    """What bytes `start` to `stop` of a key have of its shares, without parts too small to be worth an operation.
+
+    [Note: keys written in chunks] A chunk goes where a write of its whole key would put it. So a key has its shares
+    however it is written, and is read from all drives at once; chunks that were spread one by one, each whole on one
+    drive, would leave some keys, or runs of keys, to the slow drives.
+    """
+    parts: Shares = []
+    begins = 0
+    for drive, nbytes in shares:
+        part = min(stop, begins + nbytes) - max(start, begins)
+        if part > 0:
+            parts.append((drive, part))
+        begins += nbytes
+    while len(parts) > 1:
+        smallest = min(range(len(parts)), key=lambda number: parts[number][1])
+        if parts[smallest][1] >= QUANTUM_NBYTES:
+            break
+        _, nbytes = parts.pop(smallest)
+        beside = max(0, smallest - 1)
+        parts[beside] = (parts[beside][0], parts[beside][1] + nbytes)
+    return parts
 
 
 def _seconds(nbytes: int, speed: float) -> float:

@@ -17,7 +17,7 @@ from storage.errors import SwapFullError
 from storage.health import DriveHealth, DriveState
 from storage.holds import Holds
 from storage.meters import DriveMeters, Reading
-from storage.shares import MIN_PIECE_NBYTES, better_split, speeds_of, split
+from storage.shares import MIN_PIECE_NBYTES, better_split, part_of, rotated, speeds_of, split
 from storage.stripes import Piece, join, overlap
 from storage.types import Extent, Op
 
@@ -102,7 +102,7 @@ class Space:
                     pieces += self._take_fragments(at, size, avoid, problems)
                     continue
                 weights = [speed if drive in takers else 0.0 for drive, speed in enumerate(speeds)]
-                for drive, part in split(size, weights, self.held_nbytes, self._first):
+                for drive, part in split(size, weights, self.held_nbytes, rotated(len(self.drives), self._first)):
                     try:
                         pieces.append(Piece(at, self._take(drive, part)))
                     except SwapFullError as error:
@@ -317,7 +317,10 @@ class Space:
         return speeds_of(self.meters.measured(), self._given) if len(self.drives) > 1 else None
 
     def _place_better(self, pieces: Sequence[Piece], covered: Sequence[tuple[Piece, int, int]]) -> list[Piece] | None:
-        """New pieces for a span that would be written and read faster there; None to leave it where it is."""
+        """New pieces for a span whose key is faster with them; None to leave it where it is.
+
+        See `part_of` for spans that are a part of their key.
+        """
         start, stop = covered[0][1], covered[-1][2]
         is_whole = (start, stop) == (0, pieces[-1].stop)
         if len(self.drives) == 1 or not (is_whole or stop - start >= 2 * MIN_PIECE_NBYTES):
@@ -329,12 +332,15 @@ class Space:
         if not any(speeds):
             return None
         present: dict[int, int] = {}
-        for piece, a, b in covered:
-            present[piece.extent.drive] = present.get(piece.extent.drive, 0) + b - a
-        shares = better_split(present, speeds, self.held_nbytes, self._first)
-        if shares is None or self._is_scattered(pieces, covered, len(shares)):
+        for piece in pieces:
+            present[piece.extent.drive] = present.get(piece.extent.drive, 0) + piece.extent.nbytes
+        shares = better_split(present, speeds, self.held_nbytes)
+        if shares is None:
             return None
-        return self._take_exactly(start, shares)
+        parts = part_of(shares, start, stop)
+        if parts == [(piece.extent.drive, b - a) for piece, a, b in covered]:
+            return None
+        return None if self._is_scattered(pieces, covered, len(parts)) else self._take_exactly(start, parts)
 
     def _is_scattered(
         self, pieces: Sequence[Piece], covered: Sequence[tuple[Piece, int, int]], new_pieces: int

@@ -140,19 +140,37 @@ def test_chunks_move_whatever_the_pieces_were(two: SeveralDrives, pool: HostPool
     two.check_extents()
 
 
+def test_keys_written_in_chunks_are_spread_as_whole_ones(two: SeveralDrives, pool: HostPool) -> None:
+    chunk = 4 * MIB // PAGE  # too small to be cut by itself: the slow drive would get less than a MiB of it
+    for key in range(4):
+        two.store.create(str(key), 16 * MIB)
+    two.are_measured(200, 50)
+    for key in range(4):
+        for number in range(4):
+            two.write(pool, str(key), key, chunk, number * chunk)
+    whole = {0: 12 * MIB + 3 * MIB // 4, 1: 3 * MIB + MIB // 4}
+    assert [two.by_drive(str(key)) for key in range(4)] == [whole] * 4  # each of them, not only all together
+    places = [two.extents(str(key)) for key in range(4)]
+    for key in range(4):
+        two.write(pool, str(key), 9, 4 * chunk)
+    assert [two.extents(str(key)) for key in range(4)] == places
+    two.check_extents()
+
+
 def test_moving_does_not_scatter_a_key(two: SeveralDrives, pool: HostPool) -> None:
-    part = 9 * MIB // 4 // PAGE
+    part, inner = 9 * MIB // 4 // PAGE, 2 * MIB // PAGE
     two.are_measured(400, 1)
     two.store.create("a", 16 * MIB)
     expected = bytearray(two.write(pool, "a", 0, 16 * MIB // PAGE))
     assert len(two.extents("a")) == 1
-    two.are_measured(400, 400)
     counts = []
-    for turn in range(7):  # with a page between them
-        first = 1 + turn * (part + 1)
-        expected[first * PAGE : (first + part) * PAGE] = two.write(pool, "a", turn, part, first)
-        counts.append(len(two.extents("a")))
-    assert counts == [4, 7, 10, 13, 16, 16, 16]  # at most one for every MiB, and one for every drive
+    spans = [(1 + turn * (part + 1), part) for turn in range(7)]  # with a page between them
+    for speeds, chosen in (((1, 400), spans), ((400, 1), [(first + 9, inner) for first, _ in spans])):
+        two.are_measured(*speeds)
+        for turn, (first, pages) in enumerate(chosen):
+            expected[first * PAGE : (first + pages) * PAGE] = two.write(pool, "a", turn, pages, first)
+            counts.append(len(two.extents("a")))
+    assert counts == [3, 5, 7, 9, 11, 13, 15, *[17] * 7]  # at most one for every MiB, and one for every drive
     assert two.read(pool, "a") == expected
     two.check_extents()
 

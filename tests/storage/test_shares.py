@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.shares import MIN_PIECE_NBYTES, QUANTUM_NBYTES, Measured, better_split, speeds_of, split
+from storage.shares import (
+    MIN_PIECE_NBYTES,
+    QUANTUM_NBYTES,
+    Measured,
+    better_split,
+    part_of,
+    rotated,
+    speeds_of,
+    split,
+)
 from storage.types import Op
 from tests.storage.helpers import MIB, PAGE
 
@@ -16,7 +25,7 @@ _SPEEDS = st.lists(st.sampled_from([0.0, 1.0, 50.0, 200.0, 3e9]), min_size=1, ma
 @given(st.integers(1, 1 << 14), _SPEEDS, st.integers(0, 5))
 def test_shares_are_page_multiples_that_add_up(pages: int, speeds: list[float], first: int) -> None:
     nbytes = pages * PAGE
-    shares = split(nbytes, speeds, [0] * len(speeds), first % len(speeds))
+    shares = split(nbytes, speeds, [0] * len(speeds), rotated(len(speeds), first))
     assert sum(part for _, part in shares) == nbytes
     assert len({drive for drive, _ in shares}) == len(shares)
     assert all(part > 0 and part % PAGE == 0 and speeds[drive] for drive, part in shares)
@@ -29,7 +38,7 @@ def test_shares_are_page_multiples_that_add_up(pages: int, speeds: list[float], 
 
 def test_pieces_are_in_proportion_to_speeds() -> None:
     assert split(10 * MIB, [200, 50], [0, 0]) == [(0, 8 * MIB), (1, 2 * MIB)]
-    assert split(10 * MIB, [200, 50], [0, 0], 1) == [(1, 2 * MIB), (0, 8 * MIB)]
+    assert split(10 * MIB, [200, 50], [0, 0], [1, 0]) == [(1, 2 * MIB), (0, 8 * MIB)]
     assert split(10 * MIB, [200, 0, 50], [0, 0, 0]) == [(0, 8 * MIB), (2, 2 * MIB)]
     assert split(4 * MIB + PAGE, [1, 1], [0, 0]) == [(0, 2 * MIB), (1, 2 * MIB + PAGE)]
 
@@ -60,6 +69,33 @@ def test_a_small_key_moves_only_when_all_together_are_faster() -> None:
     assert better_split({1: PAGE}, [200, 50], [4 * MIB, MIB]) is None  # the drives are done at the same time
     assert better_split({1: PAGE}, [200, 50], [MIB, MIB]) == [(0, PAGE)]
     assert better_split({0: PAGE}, [200, 50], [4 * MIB, 0]) == [(1, PAGE)]
+
+
+def test_a_better_layout_keeps_the_order_of_the_drives() -> None:
+    held = [8 * MIB, 8 * MIB]
+    assert better_split({1: 8 * MIB, 0: 8 * MIB}, [3.0, 1.0], held) == [(1, 4 * MIB), (0, 12 * MIB)]
+
+
+def test_chunks_of_shares() -> None:
+    shares = [(1, 4 * MIB), (0, 12 * MIB)]
+    assert part_of(shares, 0, 16 * MIB) == shares
+    assert part_of(shares, 0, 4 * MIB) == [(1, 4 * MIB)]
+    assert part_of(shares, 2 * MIB, 8 * MIB) == [(1, 2 * MIB), (0, 4 * MIB)]
+    assert part_of(shares, 4 * MIB - PAGE, 8 * MIB) == [(0, 4 * MIB + PAGE)]  # a page is not worth an operation
+    assert part_of(shares, MIB, 4 * MIB + PAGE) == [(1, 3 * MIB + PAGE)]
+    assert part_of([(0, MIB), (1, PAGE), (2, MIB)], 0, 2 * MIB + PAGE) == [(0, MIB + PAGE), (2, MIB)]
+
+
+@given(st.lists(st.integers(1, 1 << 12), min_size=1, max_size=5), st.data())
+def test_chunks_cover_their_span(pages: list[int], data: st.DataObject) -> None:
+    shares = [(drive, part * PAGE) for drive, part in enumerate(pages)]
+    total = sum(pages)
+    start = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(start + 1, total))
+    parts = part_of(shares, start * PAGE, stop * PAGE)
+    assert sum(part for _, part in parts) == (stop - start) * PAGE
+    assert len(parts) == 1 or min(part for _, part in parts) >= QUANTUM_NBYTES
+    assert [drive for drive, _ in parts] == sorted({drive for drive, _ in parts})
 
 
 @given(st.lists(st.floats(1, 1e10), min_size=2, max_size=4), st.integers(1, 4096), st.data())
