@@ -252,7 +252,7 @@ class StateTier:
         flat["host/budget_bytes"] = self.pool.capacity_nbytes
         flat["host/held_bytes"], flat["host/peak_bytes"] = self.pool.leased_nbytes, self.pool.peak_nbytes
         flat["host/kept_bytes"] = self.plan.kept_nbytes
-        flat |= {} if self.store is None else store_counters(self.store)
+        flat |= store_counters(self.store)
         flat["nvme/capacity_bytes"] = self.plan.nvme_nbytes
         flat["readahead/reads_ahead"] = self._stream.reads_ahead
         flat["readahead/reads_on_demand"] = self._stream.reads_on_demand

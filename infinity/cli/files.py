@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.json_text import json_text
 
 
 def check_files(**files: Path | None) -> None:
@@ -60,4 +60,4 @@ def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
         ConfigError: the file cannot be written.
     """
     if path is not None:
-        write_text("--json", path, json.dumps(content, indent=2) + "\n")
+        write_text("--json", path, json_text(content, indent=2) + "\n")

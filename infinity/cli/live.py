@@ -157,7 +157,8 @@ class LiveView:
         return (last.counters.get(name, 0.0) - first.counters.get(name, 0.0)) / elapsed_s if elapsed_s else 0.0
 
     def _tiers(self, counters: Counters) -> list[str]:
-        return [tier for tier in _TIERS if f"{tier}/{'capacity' if tier == 'nvme' else 'budget'}_bytes" in counters]
+        """The tiers that this run uses."""
+        return [tier for tier in _TIERS if counters.get(f"{tier}/{'capacity' if tier == 'nvme' else 'budget'}_bytes")]
 
     def _tier(self, tier: str, counters: Counters, width: int, glyphs: Glyphs) -> Text:
         if tier == "nvme":

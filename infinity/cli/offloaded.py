@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from infinity.editing import gathered
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.init import empty_init
+from infinity.json_text import json_text
 from infinity.models.gpt import Gpt, init_weights
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
@@ -132,7 +132,7 @@ class _Session:
             run.records.append(record)
             self.display.step(record)
             if metrics is not None:
-                metrics.write(json.dumps(record.to_json()) + "\n")
+                metrics.write(json_text(record.to_json()) + "\n")
                 metrics.flush()
             if self._is_worn(step, last_step):
                 return

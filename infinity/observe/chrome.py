@@ -109,19 +109,23 @@ def _places(events: Sequence[TraceEvent]) -> list[tuple[str, str]]:
             places[number] = _PLACES.get(event.category, (event.track, event.category))
     for (place, category), numbers in overlapping.items():
         name = _LANE_NAMES.get(category, category)
-        for number, lane in zip(numbers, _lanes([events[n] for n in numbers]), strict=True):
+        times = [(events[n].start_s, events[n].start_s + events[n].duration_s) for n in numbers]
+        for number, lane in zip(numbers, lanes_apart(times), strict=True):
             places[number] = (place, f"{name} {lane}")
     return [place for place in places if place is not None]
 
 
-def _lanes(events: Sequence[TraceEvent]) -> list[int]:
-    """A lane for each event, so that those of one lane do not overlap: the lowest that is free when it starts."""
-    lanes = [0] * len(events)
+def lanes_apart(times: Sequence[tuple[float, float]]) -> list[int]:
+    """A lane for each span, given by its start and end, so that those of one lane do not overlap.
+
+    It is the lowest one that is free when the span starts, from 1.
+    """
+    lanes = [0] * len(times)
     free_s: list[float] = []
-    for number in sorted(range(len(events)), key=lambda n: events[n].start_s):
-        event = events[number]
-        lane = next((at for at, end_s in enumerate(free_s) if end_s <= event.start_s), len(free_s))
-        free_s[lane : lane + 1] = [event.start_s + event.duration_s]
+    for number in sorted(range(len(times)), key=lambda n: times[n]):
+        start_s, end_s = times[number]
+        lane = next((at for at, last_s in enumerate(free_s) if last_s <= start_s), len(free_s))
+        free_s[lane : lane + 1] = [end_s]
         lanes[number] = lane + 1
     return lanes
 

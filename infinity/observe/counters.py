@@ -10,9 +10,15 @@ from storage.space import DriveReport
 from storage.store import ShardStore
 from storage.types import Op
 
+_TOTALS = ("bytes", "payload_bytes", "operations", "s")
+_COSTS = ("blocks", "python_s", "python_us_per_block", "checksum_s", "system_s")
+_WITHOUT_STORE = (*(f"{way}_{total}" for way in ("read", "write") for total in _TOTALS), *_COSTS)
 
-def store_counters(store: ShardStore) -> dict[str, float]:
-    """Bytes, transfers and CPU time of swap files, in all and by drive."""
+
+def store_counters(store: ShardStore | None) -> dict[str, float]:
+    """Bytes, transfers and CPU time of swap files, in all and by drive; without any the same names, all 0."""
+    if store is None:
+        return {f"nvme/{name}": 0.0 for name in _WITHOUT_STORE}
     flat: dict[str, float] = {}
     for op, name in ((Op.READ, "read"), (Op.WRITE, "write")):
         total = store.stats.total(op)

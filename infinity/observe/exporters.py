@@ -12,8 +12,6 @@ for each sink.
 from __future__ import annotations
 
 import csv
-import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from infinity.errors import ConfigError
+from infinity.json_text import json_text
 from storage.closing import Closing
 
 Values = Mapping[str, float]
@@ -55,8 +54,7 @@ class JsonLines:
         self._file = _opened(Path(path))
 
     def write(self, step: int, values: Values) -> None:
-        row = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
+        self._file.write(json_text({"step": step, **values}) + "\n")
         self._file.flush()
 
     def close(self) -> None:

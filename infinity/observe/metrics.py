@@ -97,9 +97,8 @@ class TrafficBook:
 def metrics_of(runtime: Runtime) -> dict[str, float]:
     """One flat dictionary of everything that is counted. Bytes end in `_bytes`, seconds in `_s`."""
     flat: dict[str, float] = {"step": runtime.step}
-    if runtime.store is not None:
-        flat |= store_counters(runtime.store)
-        flat["nvme/capacity_bytes"] = runtime.placement.nvme_nbytes
+    flat |= store_counters(runtime.store)
+    flat["nvme/capacity_bytes"] = runtime.placement.nvme_nbytes
     flat["host/budget_bytes"] = runtime.placement.host_budget_nbytes
     flat["host/held_bytes"] = runtime.pool.leased_nbytes
     flat["host/peak_bytes"] = runtime.pool.peak_nbytes

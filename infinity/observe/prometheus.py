@@ -61,9 +61,7 @@ def _registry(labels: Mapping[str, str]) -> tuple[CollectorRegistry, _Collector]
     try:
         from prometheus_client import CollectorRegistry
     except ImportError as error:
-        raise ConfigError(
-            "metrics for Prometheus need prometheus-client: pip install 'infinity-offload[metrics]'"
-        ) from error
+        raise ConfigError("metrics for Prometheus need a package: pip install prometheus-client") from error
     collector = _Collector(labels)
     registry = CollectorRegistry()
     registry.register(collector)

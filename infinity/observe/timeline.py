@@ -1,12 +1,20 @@
-"""How long units ran, as spans of the trace, and what the tiers held when they began and ended."""
+"""How long units ran, as spans of the trace, and what the tiers held when they began and ended.
+
+[Note: ranges of the profiler]
+A forward is a range of torch's profiler too. A backward is none: it begins within one of autograd's nodes and ends
+within another, and the profiler, which takes ranges of a thread to be nested, would charge the operations of these
+nodes to the wrong ones. Gathering for it and harvesting its gradients are ranges with the unit's name.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 
+from torch.profiler import record_function
+
 from infinity.groups import Unit
-from infinity.observe.trace import Trace
+from infinity.observe.trace import Trace, profiled
 from infinity.order import Phase
 
 
@@ -24,10 +32,14 @@ class UnitTimeline:
         self._held = dict(held)
         self._last_nbytes = dict.fromkeys(held, -1)
         self._begun_s: dict[tuple[int, Phase], float] = {}
+        self._ranges: dict[int, record_function] = {}
 
     def begins(self, unit: Unit, phase: Phase) -> None:
         """The unit is gathered, and what it computes comes next."""
         self.note_held()
+        if phase is Phase.FORWARD:  # see [Note: ranges of the profiler]
+            self._ranges[unit.index] = profiled(unit.name, phase.value)
+            self._ranges[unit.index].__enter__()  # type: ignore[no-untyped-call]
         self._begun_s[unit.index, phase] = time.perf_counter()
 
     def ends(self, unit: Unit, phase: Phase) -> None:
@@ -35,6 +47,8 @@ class UnitTimeline:
         begun_s = self._begun_s.pop((unit.index, phase), None)
         if begun_s is not None:
             self._trace.add(unit.name, phase.value, begun_s, time.perf_counter() - begun_s)
+        if phase is Phase.FORWARD and (shown := self._ranges.pop(unit.index, None)) is not None:
+            shown.__exit__(None, None, None)
         self.note_held()
 
     def note_held(self) -> None:

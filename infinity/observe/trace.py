@@ -39,6 +39,11 @@ class TraceEvent(NamedTuple):
     detail: str = ""
 
 
+def profiled(name: str, category: str) -> record_function:
+    """A range that torch's profiler shows, as `infinity::CATEGORY NAME`."""
+    return record_function(f"infinity::{category} {name}")
+
+
 class Trace:
     """Keeps the newest events. Appending is one deque operation, from any thread."""
 
@@ -71,7 +76,7 @@ class Trace:
     @contextmanager
     def phase(self, name: str, category: str) -> Iterator[None]:
         """Note what the block takes; torch's profiler shows it as `infinity::CATEGORY NAME`."""
-        with record_function(f"infinity::{category} {name}"):
+        with profiled(name, category):
             start_s = time.perf_counter()
             try:
                 yield

@@ -141,7 +141,7 @@ def _from_hugging_face(path: Path) -> tuple[str, nn.Module]:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError("--model config.json needs transformers: pip install 'infinity-offload[hf]'") from error
+        raise ConfigError("--model config.json needs transformers: pip install transformers") from error
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"--model {path}: model_type {kind!r} is unknown to transformers {transformers.__version__}")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.observe.chrome import lanes_apart
 
+_PROCESS = 1  # viewers take 0 for the idle process
 _LANES = ("compute", "stall", "engine", "h2d", "d2h", "all-gather", "reduce", "optimizer", "nvme read", "nvme write")
 
 
@@ -29,26 +32,25 @@ def lanes_of(spans: Sequence[Span]) -> list[str]:
 
 
 def chrome_trace(spans: Sequence[Span]) -> str:
-    """Chrome's trace format (chrome://tracing, Perfetto)."""
-    numbers = {lane: number for number, lane in enumerate(lanes_of(spans))}
+    """Chrome's trace format (chrome://tracing, Perfetto). Where spans of a lane overlap, it has several tracks."""
     origin_s = min((span.start_s for span in spans), default=0.0)
-    rows: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
-        for lane, number in numbers.items()
-    ]
-    rows += [
-        {
-            "name": span.name,
-            "cat": span.lane,
-            "ph": "X",
-            "pid": 0,
-            "tid": numbers[span.lane],
-            "ts": (span.start_s - origin_s) * 1e6,
-            "dur": (span.end_s - span.start_s) * 1e6,
-        }
-        for span in spans
-    ]
+    rows: list[dict[str, Any]] = [_name_row("process_name", 0, "simulated step")]
+    first_track = 1
+    for lane in lanes_of(spans):
+        mine = [span for span in spans if span.lane == lane]
+        lanes = lanes_apart([(span.start_s, span.end_s) for span in mine])
+        for number in range(max(lanes)):
+            rows.append(_name_row("thread_name", first_track + number, f"{lane} {number + 1}" if number else lane))
+        for span, number in zip(mine, lanes, strict=True):
+            row = {"name": span.name or lane, "cat": lane, "ph": "X", "pid": _PROCESS, "tid": first_track + number - 1}
+            times = {"ts": (span.start_s - origin_s) * 1e6, "dur": (span.end_s - span.start_s) * 1e6}
+            rows.append(row | times)
+        first_track += max(lanes)
     return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"})
+
+
+def _name_row(kind: str, track: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
 
 
 def timeline_figure(spans: Sequence[Span], title: str) -> Any:
@@ -87,7 +89,7 @@ def graph_objects() -> Any:
     try:
         import plotly.graph_objects as go
     except ImportError as error:
-        raise ConfigError("--html needs plotly: pip install 'infinity-offload[report]'") from error
+        raise ConfigError("figures need plotly: pip install plotly") from error
     return go
 
 
@@ -97,5 +99,9 @@ def page(title: str, figures: Sequence[Any]) -> str:
         figure.to_html(full_html=False, include_plotlyjs=number == 0, div_id=f"figure{number}")
         for number, figure in enumerate(figures)
     ]
-    head = f'<!DOCTYPE html>\n<html><head><meta charset="utf-8"><title>{title}</title></head><body>\n'
+    head = (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title></head><body>\n"
+    )
     return head + "\n".join(parts) + "\n</body></html>\n"

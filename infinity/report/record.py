@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -64,11 +65,12 @@ class RunRecord:
                 f"{file}: is not what `infinity train --json` writes (without {', '.join(missing)}); give its file, or "
                 "the folder of `infinity train --record`"
             )
-        if folder is None:
-            return cls(path.stem, run)
-        steps = _read_lines(path / METRICS_FILE)
+        steps = _read_lines(path / METRICS_FILE) if folder else []
         if not is_finished:
             run = _measured_by(steps, run.get("counters_at_start", {})) | run
+        run = run | {"losses": _numbers(run["losses"])}
+        if folder is None:
+            return cls(path.stem, run)
         return cls(path.resolve().name, run, steps, *_read_trace(path / TRACE_FILE))
 
 
@@ -86,6 +88,11 @@ def _measured_by(steps: Sequence[dict[str, Any]], at_start: dict[str, float]) ->
         "stalls": stalls,
         "traffic": {},
     }
+
+
+def _numbers(losses: Sequence[float | None]) -> list[float]:
+    """JSON has no NaN; it stands there as null."""
+    return [math.nan if loss is None else loss for loss in losses]
 
 
 def _read_json(path: Path) -> Any:

@@ -13,7 +13,6 @@ The optimizer is one of infinity's: over an offloaded model, or over parameters 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from infinity.bench.machine import describe_machine
 from infinity.bridge.tier import StateTier
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.json_text import json_text
 from infinity.observe.counters import by_prefix, drive_facts
 from infinity.observe.shortages import report_of
 from infinity.optim.base import OffloadedOptimizer
@@ -79,7 +79,7 @@ class RunRecorder(Closing):
                 "step_seconds": self._seconds[-1],
                 "counters": self._counters,
             }
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json_text(row) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class RunRecorder(Closing):
 
     def _write(self, state: RunState, more: Mapping[str, Any]) -> None:
         run = self._described() | {"environment": describe_machine(), "first_step": self._first_step, **more}
-        text = json.dumps(run | {"state": state.value}, indent=1)
+        text = json_text(run | {"state": state.value}, indent=1)
         (self._folder / RUN_FILE).write_text(text, encoding="utf-8")
 
     def _described(self) -> dict[str, Any]:

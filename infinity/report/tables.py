@@ -38,8 +38,7 @@ def overview(record: RunRecord) -> str:
     if run.get("peak_rss_bytes"):
         facts.append(("peak of the process", format_nbytes(int(run["peak_rss_bytes"]))))
     if run.get("baseline"):
-        equal = run["baseline"].get("parameters_equal") and run["baseline"]["losses"] == losses
-        facts.append(("beside plain PyTorch", "every bit equal" if equal else "different"))
+        facts.append(("beside plain PyTorch", _compared_bits(run["baseline"])))
     return "<dl>" + "".join(f"<div><dt>{n}</dt><dd>{escape(v)}</dd></div>" for n, v in facts) + "</dl>"
 
 
@@ -111,6 +110,12 @@ def settings(record: RunRecord) -> str:
 def _compared(name: str, predicted: str, measured: str, difference: float) -> Sequence[Cell]:
     shown = "exact" if predicted == measured else f"{difference:+.1%}"
     return name, (predicted, "number"), (measured, "number"), (shown, "number")
+
+
+def _compared_bits(baseline: dict[str, Any]) -> str:
+    """What came of the comparison of losses and parameters; None of either means that it was not made."""
+    found = (baseline.get("losses_equal"), baseline.get("parameters_equal"))
+    return "different" if found[1] is False else "every bit equal" if all(found) else "not compared bit for bit"
 
 
 def _waited_share(run: dict[str, Any]) -> float:

@@ -118,6 +118,13 @@ def test_the_live_display_fits_every_width(width: int, n_done: int) -> None:
     assert max(map(cell_len, lines)) < width
 
 
+def test_a_run_without_drives_has_no_bar_for_them() -> None:
+    engine = _Engine()
+    counters = engine.counters() | {"nvme/capacity_bytes": 0.0}
+    view = LiveView(10, lambda: counters, [], engine.now_s)
+    assert [line.split()[0] for line in _shown(view, 80)][2:] == ["device", "host"]
+
+
 def test_nothing_is_known_before_the_first_step() -> None:
     lines = _shown(_view(0)[0], 80)
     assert "left" not in lines[0]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cli.command import call
+from tests.infinity import chrome_format
 
 SMALL = ("--preset", "350m", "--gpu", "rtx4090", "--host-memory", "6GiB", "--drive", "3.0:1.5:1TB:600TBW")
 
@@ -51,7 +52,10 @@ def test_the_page_needs_no_network_and_the_trace_has_every_lane(tmp_path: Path) 
     page = (tmp_path / "p.html").read_text()
     assert "<script src" not in page
     assert "Plotly.newPlot" in page
-    events = json.loads((tmp_path / "p.trace").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "p.trace").read_text())
+    chrome_format.check(trace)
+    events = trace["traceEvents"]
+    assert chrome_format.overlaps(events) == []
     lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"compute", "h2d", "d2h", "optimizer", "nvme read", "nvme write"} <= lanes
 

@@ -108,3 +108,25 @@ def check(file: dict[str, Any]) -> TraceFile:
             track = slices.get((moment.pid, moment.tid), [])
             assert any(s.ts - 1e-3 <= moment.ts <= s.ts + s.dur + 1e-3 for s in track), f"{moment}: in no slice"
     return trace
+
+
+def overlaps(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Pairs of spans of one track that overlap without one holding the other."""
+    found = []
+    tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["ph"] == "X":
+            tracks.setdefault((row["pid"], row["tid"]), []).append(row)
+    for spans in tracks.values():
+        around: list[dict[str, Any]] = []  # those that have begun and not ended, the outermost first
+        for row in sorted(spans, key=lambda row: (row["ts"], -row["dur"])):
+            while around and _end(around[-1]) <= row["ts"] + 1e-3:
+                around.pop()
+            if around and _end(row) > _end(around[-1]) + 1e-3:
+                found.append((around[-1]["name"], row["name"]))
+            around.append(row)
+    return found
+
+
+def _end(row: dict[str, Any]) -> float:
+    return float(row["ts"] + row["dur"])

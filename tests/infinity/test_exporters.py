@@ -93,6 +93,11 @@ def _metrics_of_a_state_tier(folder: Path) -> dict[str, float]:
         return dict(optimizer.state_tier.metrics())
 
 
+def documented() -> list[str]:
+    """Names in the tables of docs/metrics.md; capital letters stand for what differs."""
+    return re.findall(r"`([a-z0-9]+(?:/[A-Za-z0-9_/]+)?)`", DOCUMENT.read_text())
+
+
 def test_every_name_is_documented(
     training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW], tmp_path: Path
 ) -> None:
@@ -104,12 +109,29 @@ def test_every_name_is_documented(
         .replace("CAUSE", "[a-z_]+")
         .replace("NAME", "[a-z_]+")
         .replace("KIND", "[a-z_]+")
-        for name in re.findall(r"`([a-z0-9]+(?:/[A-Za-z0-9_/]+)?)`", DOCUMENT.read_text())
+        for name in documented()
     ]
     names = training[0].metrics() | _metrics_of_a_state_tier(tmp_path)
     assert [name for name in names if not any(re.fullmatch(pattern, name) for pattern in patterns)] == []
-    documented = [p for p in patterns if re.match(r"(nvme|host|device|link|stall|readahead|order|optimizer)/", p)]
-    assert [p for p in documented if "per_s" not in p and not any(re.fullmatch(p, name) for name in names)] == []
+    counted = [p for p in patterns if re.match(r"(nvme|host|device|link|stall|readahead|order|optimizer)/", p)]
+    assert [p for p in counted if "per_s" not in p and not any(re.fullmatch(p, name) for name in names)] == []
+
+
+def test_every_documented_name_is_there_before_anything_is_counted(
+    training: tuple[infinity.Engine, torch.nn.Module, infinity.AdamW],
+) -> None:
+    """Also where everything fits in memory, so that a loop may read any of them."""
+    in_memory = infinity.Config(precision="fp32", device={"kind": "cpu", "budget": "8MiB"}, host={"budget": "8MiB"})
+    only_sometimes = ("step/", "ranks/", "host/kept_bytes")
+    fixed = {name for name in documented() if "/" in name and name.islower() and not name.startswith(only_sometimes)}
+    assert {"nvme/read_bytes", "nvme/capacity_bytes", "link/h2d_bytes", "order/misses"} <= fixed
+    with infinity.offload(torch.nn.Sequential(torch.nn.Linear(8, 8)), in_memory) as engine:
+        counted = engine.metrics()
+        assert engine.io_engine == "none"
+    assert fixed - counted.keys() == set()
+    assert {value for name, value in counted.items() if name.startswith("nvme/")} == {0.0}
+    on_drives = {name for name in training[0].counters() if not name.startswith("nvme/drive")}
+    assert on_drives == counted.keys()
 
 
 def test_rates_are_of_the_steps_since_the_last_row() -> None:

@@ -1,6 +1,5 @@
 """The trace: a ring of spans from any thread, in a format that Chrome and Perfetto read."""
 
-import itertools
 import json
 import threading
 from pathlib import Path
@@ -74,27 +73,11 @@ def test_chrome_format(tmp_path: Path) -> None:
     }
 
 
-def overlaps(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Pairs of spans of one track that overlap without one holding the other."""
-    found = []
-    tracks: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        if row["ph"] == "X":
-            tracks.setdefault((row["pid"], row["tid"]), []).append(row)
-    for spans in tracks.values():
-        spans.sort(key=lambda row: (row["ts"], -row["dur"]))
-        for first, second in itertools.pairwise(spans):
-            end, other_end = first["ts"] + first["dur"], second["ts"] + second["dur"]
-            if second["ts"] < end - 1e-3 and other_end > end + 1e-3:
-                found.append((first["name"], second["name"]))
-    return found
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
 def test_transfers_that_overlap_get_lanes_of_their_own(times: list[tuple[int, int]]) -> None:
     events = [TraceEvent(str(n), "read", float(start), float(long), "/nvme0") for n, (start, long) in enumerate(times)]
     rows = list(chrome_rows(events))
-    assert overlaps(rows) == []
+    assert chrome_format.overlaps(rows) == []
     most_at_a_time = max((sum(s <= at < s + d for s, d in times) for at, _ in times), default=0)
     lanes = {row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "thread_name"}
     assert lanes == {f"read {number + 1}" for number in range(most_at_a_time)}
@@ -163,7 +146,7 @@ def test_a_run_shows_units_engine_updates_and_drives(tmp_path: Path) -> None:
         rows = chrome(engine.trace, tmp_path)["traceEvents"]
         moved = engine.counters()
         transfers = [event for event in engine.trace.events() if event.category in ("read", "write")]
-    assert overlaps(rows) == []
+    assert chrome_format.overlaps(rows) == []
     named = {row["args"]["name"] for row in rows if row["ph"] == "M"}
     assert {"training thread", "units", "engine", "optimizer", "updates", str(tmp_path / "swap")} <= named
     assert {"read 1", "write 1"} <= named
@@ -183,8 +166,13 @@ def test_a_run_shows_units_engine_updates_and_drives(tmp_path: Path) -> None:
     assert all(row["args"]["waited for"] for row in rows if row.get("cat") == "stall")
     n_of = {op: sum(event.category == op for event in transfers) for op in ("read", "write")}
     assert n_of == {op: moved[f"nvme/{op}_operations"] for op in n_of}
-    profiled = {event.key for event in profile.key_averages()}
-    assert {"infinity::gather 0/float32", "infinity::gradient 3/float32", "infinity::step 0"} <= profiled
+    profiled = {event.key: event.count for event in profile.key_averages()}
+    assert {"infinity::gather 0/float32", "infinity::gradient 3/float32", "infinity::step 0"} <= profiled.keys()
+    assert {name: profiled.get(f"infinity::forward {name}") for name in "0123"} == dict.fromkeys("0123", 3)
+    events = profile.events()
+    assert events is not None
+    inner = {child.name for event in events if event.name == "infinity::forward 1" for child in event.cpu_children}
+    assert "aten::linear" in inner
 
 
 def test_times_start_at_zero_in_microseconds(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from infinity.cli.files import write_json
 from infinity.cli.records import StepRecord
 from infinity.errors import ConfigError
 from infinity.report.charts import drives, losses, stalls_by_step, step_times, tiers, timeline
@@ -226,6 +228,39 @@ def test_a_file_alone_is_enough(tmp_path: Path) -> None:
     code, _, _ = call("report", tmp_path / "one.json")
     assert code == 0
     assert "every step" not in (tmp_path / "one.html").read_text()[:100]
+
+
+def test_the_file_alone_of_a_run_that_has_not_ended_has_a_page(tmp_path: Path) -> None:
+    unfinished(tmp_path, 3)
+    assert "Not finished.</strong>" in page(RunRecord.load(tmp_path / RUN_FILE))
+
+
+def test_a_loss_that_is_no_number_is_shown_as_one(tmp_path: Path) -> None:
+    """Files hold null for it, as JSON has no NaN."""
+    run = run_of(2) | {"losses": [1.0, math.nan]}
+    write_json(tmp_path / RUN_FILE, run)
+    assert json.loads((tmp_path / RUN_FILE).read_text(), parse_constant=pytest.fail)["losses"] == [1.0, None]
+    html = page(RunRecord.load(tmp_path / RUN_FILE))
+    assert "<dt>last loss</dt><dd>nan</dd>" in html
+    json.loads(html.split('id="figures">')[1].split("</script>")[0], parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("losses_equal", "parameters_equal", "shown"),
+    [
+        (True, True, "every bit equal"),
+        (True, False, "different"),
+        (False, None, "not compared bit for bit"),  # bf16
+        (None, None, "not compared bit for bit"),
+    ],
+)
+def test_the_comparison_with_plain_pytorch_is_told_as_it_was_made(
+    losses_equal: bool | None, parameters_equal: bool | None, shown: str
+) -> None:
+    record = record_of(2)
+    equal = {"losses_equal": losses_equal, "parameters_equal": parameters_equal}
+    record.run["baseline"] = {"losses": record.run["losses"]} | equal
+    assert f"<dt>beside plain PyTorch</dt><dd>{shown}</dd>" in page(record)
 
 
 def test_the_rows_of_a_killed_run_are_read_to_the_last_whole_one(tmp_path: Path) -> None:
