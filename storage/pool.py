@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from storage.align import PAGE_NBYTES, align_up
 from storage.errors import ClosedError, PoolExhaustedError
+from storage.huge_pages import HUGE_NBYTES
 
-_HUGE_NBYTES = 2 << 20
 Register = Callable[[int, int], Callable[[], None]]
 
 
@@ -38,7 +38,7 @@ def map_private(nbytes: int, *, huge_pages: bool) -> memoryview:
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_DONTFORK"):
         mapped.madvise(mmap.MADV_DONTFORK)
-    if huge_pages and nbytes >= _HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+    if huge_pages and nbytes >= HUGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(mapped)
 

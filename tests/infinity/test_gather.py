@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.order import Phase
@@ -11,6 +12,7 @@ from storage.errors import PoolExhaustedError
 from tests.conftest import MakeEngine
 from tests.mechanics.test_iterations import nothing_gathered
 from tests.parity.loops import gathered_parameters
+from tests.storage.test_huge_pages import flags_of, needs_huge_pages
 from tests.zoo import Net, batch, build, loss_of
 
 
@@ -96,3 +98,22 @@ def test_no_memory_for_a_read_leaves_no_reservation(offload: MakeEngine, monkeyp
         with pytest.raises(PoolExhaustedError):
             runtime.gatherer.gather(copy.group, "somebody", Phase.FORWARD)
     assert runtime.budgets["window"].used_nbytes == used_nbytes
+
+
+@needs_huge_pages
+def test_a_large_gather_asks_for_huge_pages(offload: MakeEngine) -> None:
+    """Its memory is new every time, and would come in pages of 4 KiB, a fault each."""
+    found = []
+
+    def look(module: nn.Module, args: object) -> None:
+        weight = module.weight
+        assert isinstance(weight, nn.Parameter)
+        found.append("hg" in flags_of(weight.data_ptr() + (weight.nbytes & ~4095)))
+
+    model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 1024))
+    offload(model, host={"budget": "64MiB"}, device={"kind": "cpu", "budget": "64MiB"})
+    for layer in model:
+        layer.register_forward_pre_hook(look)
+    for _ in range(2):
+        model(torch.ones(1, 1024)).sum().backward()
+    assert found == [True] * 4
