@@ -12,6 +12,11 @@ from contextlib import contextmanager
 from infinity.errors import IterationError
 from infinity.runtime import Runtime
 
+_LOAD_ANOTHER = (
+    "some parameters are the new ones and others are not. Load a complete checkpoint, or close this engine and start "
+    "again"
+)
+
 
 class Consistency:
     """Remembers why the state is mixed, if it is. Written by the training thread.
@@ -46,13 +51,21 @@ class Consistency:
         """The running step was applied in part, and cannot be finished because of `error`."""
         self._runtime.failure.note(error)
         committer = self._runtime.committer
-        way_out = "Close this engine and start again from the last saved state"
+        way_out = (
+            "When the cause is gone, engine.load() a checkpoint; or close this engine and start again from the last "
+            "saved state"
+        )
         if committer is not None:
             way_out = f"When the cause is gone, engine.restore() goes back to step {committer.store.step}"
         self._reason = (
             f"step {self._runtime.step} was lost half-way ({type(error).__name__}: {error}); some parameters are "
             f"updated and others are not. {way_out}"
         )
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the state is mixed, and that has been raised."""
+        return self._reason is not None
 
     @contextmanager
     def applying(self) -> Iterator[None]:
@@ -72,12 +85,15 @@ class Consistency:
         """
         if self._runtime.failure.error is not None:
             self.check()
-        way_out = (
-            "some parameters are the new ones and others are not. Load a complete checkpoint, or close this engine and "
-            "start again"
-        )
-        with self._mixed(what, "failed half-way", way_out):
+        with self._mixed(what, "failed half-way", _LOAD_ANOTHER):
             yield
+
+    @contextmanager
+    def loading(self, what: str) -> Iterator[None]:
+        """The whole state is replaced in this block by a checkpoint; what was lost before is forgotten."""
+        with self._mixed(what, "failed half-way", _LOAD_ANOTHER):
+            yield
+        self._runtime.failure.error = None
 
     @contextmanager
     def restoring(self, what: str) -> Iterator[None]:

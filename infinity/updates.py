@@ -270,19 +270,54 @@ class Updates:
             )
         self.wait_written()
 
+    def settle_to_load(self) -> None:
+        """Before the whole state is replaced. A step that was lost, and told so, is forgotten: its updates end here.
+
+        Raises:
+            IterationError: as `settle`; or a step was lost that `Engine.restore` brings back.
+            StorageError: what a step was lost with, if that has not been raised before.
+        """
+        runtime, consistency = self._runtime, self.consistency
+        is_lost = consistency.is_lost and runtime.failure.error is not None
+        if not is_lost or runtime.committer is not None:
+            try:
+                if runtime.failure.error is not None:
+                    consistency.check()
+                self.settle("loading")
+            finally:
+                consistency.notice_failure()
+            return
+        runtime.io.post(runtime.read_ahead.force)
+        for update in runtime.in_flight:
+            runtime.stalls.settle(update.written, StallCause.NVME_WRITE)
+        runtime.in_flight.clear()
+        self._forget_step()
+
+    @contextmanager
+    def loading(self, what: str) -> Iterator[None]:
+        """The whole state is replaced in this block by a checkpoint; the running step is forgotten."""
+        with self.consistency.loading(what):
+            yield
+        self._forget_step()
+
     @contextmanager
     def restoring(self, what: str) -> Iterator[None]:
         """The whole state is replaced in this block by one that was committed; the running step is forgotten."""
         with self.consistency.restoring(what):
             yield
-        self._submitted.clear()
-        self.gradients.used()
+        self._forget_step()
 
     def abandon(self) -> None:
         """The running iteration failed. What was already applied cannot be taken back."""
         if self._submitted:
             self.consistency.lose_step(RuntimeError("the backward failed after some parameters had been updated"))
         self._submitted.clear()
+
+    def _forget_step(self) -> None:
+        if self._exchange is not None:
+            self._exchange.abandon(IterationError("the step was forgotten: another state has been loaded"))
+        self._submitted.clear()
+        self.gradients.used()
 
     # Parts -----------------------------------------------------------------------------------------------------
 

@@ -40,13 +40,16 @@ from infinity.checkpoint.series import candidates
 from infinity.checkpoint.tiers import CHECKPOINT_STEP, Tiers, Values, blank_moment
 from infinity.errors import CheckpointError
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.iteration import Iteration
 from infinity.layout import Slot
 from infinity.observe.stalls import StallCause
 from infinity.optim.hyper import Kernel
 from infinity.optim.splitmaster import split_master
+from infinity.residency import CopyState
 from infinity.runtime import Runtime
 from infinity.updates import Updates
+from storage.types import Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -89,12 +92,13 @@ def _load(
         with ranks.together(what):
             checkpoint = stack.enter_context(CheckpointReader(folder))
             content = _check(runtime, checkpoint, beside)
-            updates.settle("loading")
+            updates.settle_to_load()
             iteration.reset()
             refuse_gathered(runtime)
-        with updates.consistency.replacing(what):
+        with updates.loading(what):
             with ranks.together(what):
                 stand_still(runtime)
+                renew_copies(runtime)
                 with Tiers(runtime) as tiers:
                     for group in runtime.groups:
                         _load_group(runtime, tiers, group, checkpoint)
@@ -186,6 +190,21 @@ def stand_still(runtime: Runtime) -> None:
     """Host copies of what is about to change go, and nothing is read ahead until the next forward."""
     ticket = runtime.io.submit(runtime.read_ahead.forget(), "dropping host copies")
     runtime.stalls.wait(ticket, StallCause.NVME_READ)
+
+
+def renew_copies(runtime: Runtime) -> None:
+    """Updates that were lost are forgotten, and what is in host memory for good has memory, whose bytes are replaced.
+
+    Nothing may be in flight, and no copy held that is not there for good.
+    """
+    for copy in runtime.copies:
+        copy.lost_update = None
+        copy.update = Ticket.completed(copy.group.key)
+        if copy.pinned and copy.state is CopyState.FAILED:
+            copy.drop()
+        if copy.pinned and copy.state is CopyState.ABSENT:
+            copy.begin_read(HostBlock(runtime.pool.lease(copy.group.shard_nbytes, copy.group.key)), copy.update)
+            copy.landed()
 
 
 def go_on(runtime: Runtime) -> None:

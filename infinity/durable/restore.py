@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.load import go_on, refuse_gathered, stand_still
+from infinity.checkpoint.load import go_on, refuse_gathered, renew_copies, stand_still
 from infinity.checkpoint.parts import check_settings, persistent_buffers, restore_settings
 from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.tiers import CHECKPOINT_STEP
@@ -16,11 +16,9 @@ from infinity.durable.committer import Committer
 from infinity.durable.journal import Journal, layout_of
 from infinity.durable.notes import StoredRun, read_run, refuse_other_layout
 from infinity.errors import CheckpointError, ConfigError
-from infinity.host_block import HostBlock
 from infinity.iteration import Iteration
 from infinity.lockstep import Lockstep, Want
 from infinity.observe.stalls import StallCause
-from infinity.residency import CopyState
 from infinity.runtime import Runtime
 from infinity.updates import Updates
 from storage.durable import durable_folder
@@ -57,17 +55,10 @@ def _restore_states(runtime: Runtime, run: StoredRun) -> Iterable[Ticket]:
 
 
 def _restore_copies(runtime: Runtime) -> Iterable[Ticket]:
+    renew_copies(runtime)
     for copy in runtime.copies:
-        copy.lost_update = None
-        copy.update = Ticket.completed(copy.group.key)
-        if not copy.pinned:
-            continue
-        if copy.state is CopyState.FAILED:
-            copy.drop()
-        if copy.state is CopyState.ABSENT:
-            copy.begin_read(HostBlock(runtime.pool.lease(copy.group.shard_nbytes, copy.group.key)), copy.update)
-            copy.landed()
-        yield _read(runtime, copy.group.key, copy.memory, "param")
+        if copy.pinned:
+            yield _read(runtime, copy.group.key, copy.memory, "param")
 
 
 def _read(runtime: Runtime, key: str, memory: memoryview, kind: str) -> Ticket:

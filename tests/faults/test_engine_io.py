@@ -140,6 +140,52 @@ def test_error_in_an_update(offload: MakeEngine, drive: Callable[[], FaultyBacke
     assert "residency" in engine.report()
 
 
+@pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
+@pytest.mark.parametrize(
+    ("fault", "op", "budget"),
+    [
+        (Fault.IO_ERROR, Op.READ, "440KiB"),
+        (Fault.NO_SPACE, Op.WRITE, "440KiB"),
+        (Fault.BIT_FLIP, Op.READ, "440KiB"),
+        (Fault.IO_ERROR, Op.WRITE, "700KiB"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_checkpoint_brings_a_lost_step_back(
+    offload: MakeEngine,
+    drive: Callable[[], FaultyBackend],
+    tmp_path: Path,
+    schedule: str,
+    fault: Fault,
+    op: Op,
+    budget: str,
+) -> None:
+    """In the same process and engine, when the cause is gone; as long as it is there, loading says so."""
+    model = build(Net)
+    engine = offload(model, schedule=schedule, host={"budget": budget})
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0)
+    engine.save(tmp_path / "saved")
+    drive().inject(fault, op=op, when=_is("/state"), times=None)
+    with pytest.raises(StorageError):
+        for number in range(1, 4):
+            train(model, optimizer, number)
+    with pytest.raises(infinity.IterationError, match=r"engine\.load\(\) a checkpoint; or close this engine"):
+        _train_again(model, optimizer)
+    if op is Op.WRITE:
+        with pytest.raises(StorageError):
+            engine.load(tmp_path / "saved")
+    drive().clear()
+    engine.load(tmp_path / "saved")
+    for number in (1, 2):
+        train(model, optimizer, number)
+    _assert_trained(model, [0, 1, 2])
+    engine.save(tmp_path / "saved")
+    gc.collect()  # the frames of the exceptions hold the graph of a backward that failed
+    engine._runtime.gatherer.release_unviewed()
+    nothing_gathered(engine)
+
+
 def test_write_error_of_parameters(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
     model, engine, optimizer = _make(offload, "overlapped")
     train(model, optimizer, 0)
