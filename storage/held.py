@@ -26,13 +26,14 @@ class HeldKey:
 
     Attributes:
         pieces: where its bytes lie.
-        digests: by number, the xxh3 of those of its blocks (`storage.checksums.BLOCK_NBYTES`) that were written whole.
+        digests, states: the xxh3 of its blocks, by number, and what is known about each; empty without checksums.
     """
 
     key: str
     nbytes: int
     pieces: Sequence[Piece]
-    digests: Mapping[int, int]
+    digests: Sequence[int]
+    states: bytes
 
     @classmethod
     def of(cls, key: str, entry: StoredKey) -> HeldKey:
@@ -46,11 +47,14 @@ class HeldKey:
             raise ValueError(f"key {key!r} cannot be held while it is being written")
         for _, _, cause in entry.order.lost:
             raise cause
-        checksums, digests = entry.checksums, dict[int, int]()
-        if checksums is not None:
-            whole = [number for number, state in enumerate(checksums.states) if state == BlockState.WHOLE]
-            digests = {number: checksums.digests[number] for number in whole}
-        return cls(key, entry.nbytes, entry.pieces, digests)
+        if entry.checksums is None:
+            return cls(key, entry.nbytes, entry.pieces, (), b"")
+        return cls(key, entry.nbytes, entry.pieces, entry.checksums.digests[:], bytes(entry.checksums.states))
+
+    def digest_of(self, number: int) -> int | None:
+        """The xxh3 of a block (`storage.checksums.BLOCK_NBYTES`); None if it was not written whole."""
+        is_known = number < len(self.states) and self.states[number] == BlockState.WHOLE
+        return self.digests[number] if is_known else None
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
         """Bytes `start` to `stop` of the key as (drive, offset in its file, start in the key, size)."""

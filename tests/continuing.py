@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.nn import functional
 
 import infinity
@@ -49,7 +50,7 @@ class Way:
 
 
 WAYS = [Way(*way) for way in product(("fp32", "bf16", "fp16"), BUDGETS, ("synchronous", "deferred"))]
-WAYS += [Way("fp32", place, "synchronous", "fake") for place in BUDGETS]
+WAYS += [Way(precision, place, "synchronous", "fake") for precision in ("fp32", "bf16", "fp16") for place in BUDGETS]
 
 
 class Loop:
@@ -103,8 +104,8 @@ class Loop:
             found |= {name: p.detach().float().clone() for name, p in self.model.named_parameters()}
         found |= {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.engine.close()
-        sums = {name: tensor.double().sum().item().hex() for name, tensor in found.items()}
-        return {"sums": sums, "scale": self.scaler.get_scale(), "lr": self.scheduler.get_last_lr()}
+        digests = {n: xxhash.xxh3_64(t.contiguous().numpy().tobytes()).hexdigest() for n, t in found.items()}
+        return {"digests": digests, "scale": self.scaler.get_scale(), "lr": self.scheduler.get_last_lr()}
 
 
 def whole(folder: Path, way: Way) -> dict[str, Any]:
@@ -112,11 +113,13 @@ def whole(folder: Path, way: Way) -> dict[str, Any]:
     return {"losses": loop.train(0, STEPS), **loop.end()}
 
 
-def first(folder: Path, way: Way) -> dict[str, Any]:
-    """Up to the middle of a step, and a checkpoint there."""
+def first(folder: Path, way: Way, *, behind: bool = False) -> dict[str, Any]:
+    """Up to the middle of a step, and a checkpoint there; `behind` writes it while the step goes on."""
     loop = Loop(folder, way)
     losses = loop.train(0, STOP, last_part=1)
-    loop.save(folder / way.name)
+    loop.save(folder / way.name, wait=not behind)
+    if behind:
+        loop.train(STOP, STOP + 2, first_part=1)
     loop.engine.close()
     return {"losses": losses}
 

@@ -16,6 +16,7 @@ import torch
 
 from infinity.checkpoint.format import PARAMETER, ParameterEntry, Piece, group_file
 from infinity.checkpoint.shard_file import MemorySource, Part, ShardFile, StoredSource
+from infinity.checkpoint.tensor_file import refuse_dtype
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan, Slot
 from infinity.optim.moments import BLOCK_NUMEL, SCALE
@@ -40,25 +41,23 @@ class _Capture:
         self._file_name = group_file(group.index, rank)
         self._span = group.span_of(rank)
         self._state: GroupState | None = runtime.states.get(group.index)
+        self._steps = list(self._state.steps) if self._state is not None else [0] * len(group.layout.slots)
+        self._spans = self._cut()
         self._moments: Sequence[str] = runtime.kernel.moments
         self._rest = runtime.kernel.fields[0].name if runtime.kernel.completes_master else None
         self._scaled = {f.name.removesuffix(SCALE) for f in runtime.kernel.fields if f.name.endswith(SCALE)}
 
     def file(self) -> ShardFile:
         parts = [*self._param_parts(), *(part for record in self._records() for part in self._record_parts(record))]
-        steps = self._state.steps if self._state is not None else [0] * len(self._group.layout.slots)
-        entries = {
-            slot.name: self._entry(slot, step) for slot, step in zip(self._group.layout.slots, steps, strict=True)
-        }
-        return ShardFile(self._file_name, parts, entries)
+        return ShardFile(self._file_name, parts, self._entries)
 
     def _records(self) -> Iterator[Record]:
         """The records that have been written; the others are as the kernel begins them."""
         if self._state is not None:
             yield from (record for record in self._state.records if record.is_initialised and record.nbytes)
 
-    def _spans(self) -> list[tuple[FlatSpan, Record | None]]:
-        """This rank's span, cut where records begin and end."""
+    def _cut(self) -> list[tuple[FlatSpan, Record | None]]:
+        """This rank's span, cut where records begin and end; without a record where it has not been written."""
         if self._state is None:
             return [(self._span, None)]
         return [
@@ -72,6 +71,7 @@ class _Capture:
         if self._rest == "master" and self._state is not None and all(r.is_initialised for r in self._state.records):
             return  # it is the rounded master
         group, copy = self._group, self._runtime.copies[self._group.index]
+        refuse_dtype(group.key, group.shard_dtype)  # now: the file is laid out behind training
         size = group.shard_dtype.itemsize
         first, last = ((place - group.param_span.start) * size for place in (self._span.start, self._span.stop))
         source: StoredSource | MemorySource = StoredSource(group.key, first)
@@ -89,7 +89,11 @@ class _Capture:
             yield Part(_state_part(record, f.name), f.dtype, nbytes // f.dtype.itemsize, source)
             offset += nbytes
 
-    # Entries ---------------------------------------------------------------------------------------------------
+    # Entries: made later, of what does not change any more ------------------------------------------------------
+
+    def _entries(self) -> dict[str, ParameterEntry]:
+        slots = self._group.layout.slots
+        return {slot.name: self._entry(slot, step) for slot, step in zip(slots, self._steps, strict=True)}
 
     def _entry(self, slot: Slot, step: int) -> ParameterEntry:
         trains = self._group.trainable
@@ -100,7 +104,7 @@ class _Capture:
         return ParameterEntry(slot.shape, str(dtype).removeprefix("torch."), trains, step, tensors)
 
     def _parameter_pieces(self, slot: Slot) -> Iterator[Piece]:
-        for span, record in self._spans():
+        for span, record in self._spans:
             for start, numel, at in _overlap(slot, span):
                 in_param = at + span.start - self._span.start
                 if record is None or self._rest is None:
@@ -112,7 +116,7 @@ class _Capture:
                     yield Piece(start, numel, self._file_name, _PARAM, in_param, low, at)
 
     def _moment_pieces(self, slot: Slot, moment: str) -> Iterator[Piece]:
-        for span, record in self._spans():
+        for span, record in self._spans:
             if record is not None:
                 for start, numel, at in _overlap(slot, span):
                     piece = Piece(start, numel, self._file_name, _state_part(record, moment), at)

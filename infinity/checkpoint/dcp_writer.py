@@ -143,11 +143,10 @@ class InfinityWriter(StorageWriter):
             rng=[rng_state()],
             step=max(steps.values(), default=0),
             precision="fp32",
-            parameters=entries,
             descriptions=describe_model(self._model),
             aliases=self._aliases,
         )
-        finish_folder(self._folder(), small, {name: file for one in told for name, file in one.files.items()})
+        finish_folder(self._folder(), small, entries, {name: file for one in told for name, file in one.files.items()})
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from typing import Any
 
 from infinity.bulletin import Bulletin
-from infinity.checkpoint.format import FileEntry
 from infinity.errors import CheckpointError, RankError
 
 _OUTCOME = "outcome"
@@ -17,7 +16,7 @@ _OUTCOME = "outcome"
 class SharedOutcome:
     """How the ranks' parts of a checkpoint end, seen from one rank. Used by the thread that writes.
 
-    Every rank but the first posts what files it has written, or why it could not. The first one reads them all, writes
+    Every rank but the first posts what it has written, or why it could not. The first one reads them all, writes
     the index, puts the folder in its place, and posts how that went; for this the others wait.
 
     Args:
@@ -36,23 +35,23 @@ class SharedOutcome:
         self.on_progress: Callable[[], None] = lambda: None
         self._has_posted = False
 
-    def post(self, files: Mapping[str, FileEntry]) -> None:
-        """Tell the first rank what this one has written."""
-        self._post({"files": {name: asdict(entry) for name, entry in files.items()}})
+    def post(self, written: Mapping[str, Any]) -> None:
+        """Tell the first rank what this one has written: something small that JSON can hold."""
+        self._post({"written": written})
 
-    def collect(self) -> dict[str, FileEntry]:
-        """What the other ranks have written; on the first one.
+    def collect(self) -> list[dict[str, Any]]:
+        """What the other ranks have written, in the order of their numbers; on the first one.
 
         Raises:
             CheckpointError: one of them could not.
             RankError: one of them is gone.
         """
-        found: dict[str, FileEntry] = {}
+        found: list[dict[str, Any]] = []
         for member in range(1, len(self._members)):
             said = json.loads(self._bulletin.read(f"{member}", member, self.on_progress))
             if "error" in said:
                 raise CheckpointError(said["error"])
-            found |= {name: FileEntry(**entry) for name, entry in said["files"].items()}
+            found.append(said["written"])
         return found
 
     def end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

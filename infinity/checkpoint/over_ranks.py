@@ -10,9 +10,9 @@ agreed on by notes (`outcome`).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,18 @@ from infinity.checkpoint.folder import replaced_folder, writing
 from infinity.checkpoint.format import INDEX_FILE, FileEntry, ParameterEntry, merged, parse_entry
 from infinity.checkpoint.outcome import SharedOutcome
 from infinity.checkpoint.parts import aliases_of, copy_buffers, optimizer_entries
-from infinity.checkpoint.pending import save_gradients
+from infinity.checkpoint.pending import SavedGradients, save_gradients
 from infinity.checkpoint.rng import rng_state
-from infinity.checkpoint.save import Beside, Small, finish_folder, note_in_series, settle_for_saving, write
+from infinity.checkpoint.save import (
+    Beside,
+    Small,
+    entries_of,
+    finish_folder,
+    hold_stored,
+    note_in_series,
+    settle_for_saving,
+    write,
+)
 from infinity.checkpoint.saver import CapturedSave
 from infinity.checkpoint.series import Keep
 from infinity.checkpoint.shard_file import ShardFile
@@ -68,61 +77,60 @@ def save_over_ranks(
                 stack.enter_context(writing(path))
         folder = Path(ranks.texts(made)[0])
         files: list[ShardFile] = []
-        parameters: dict[str, ParameterEntry] = {}
-        pending: dict[str, FileEntry] = {}
+        gradients = SavedGradients({})
         with ranks.together(what):
             _refuse_unseen(folder, path)
             if ranks.collectives.ranks.replica == 0:
                 shard = ranks.collectives.ranks.shard
                 files = [capture_group(runtime, group, shard) for group in runtime.groups]
-                parameters, pending = save_gradients(runtime, folder, merged([f.entries for f in files]), shard)
-        mine = {"parameters": {name: asdict(entry) for name, entry in parameters.items()}, "rng": rng_state()}
-        said = [json.loads(text) for text in ranks.texts(json.dumps(mine))]
-        with ranks.together(what):
+                gradients = save_gradients(runtime, folder, shard)
             small = Small(
                 packed=packed,
                 buffers=copy_buffers(runtime.model) if ranks.member == 0 else {},
                 optimizer=entries,
-                rng=[one["rng"] for one in said],
+                rng=[rng_state()],
                 step=max((step for state in runtime.states.values() for step in state.steps), default=0),
                 precision=runtime.config.precision.value,
-                parameters=merged([_entries(one) for one in said]),
                 aliases=aliases_of(runtime.model),
                 descriptions=describe_model(runtime.model),
-                files=pending,
             )
-            files = [file for file in files if file.parts]
-            held = None
-            if runtime.store is not None and files:
-                held = runtime.store.hold(sorted(set[str]().union(*map(ShardFile.stored_keys, files))))
-                stack.callback(held.close)
-        save = _part(path, folder, files, held, small, ranks, stack.pop_all())
+            part = _Part(files, gradients, hold_stored(runtime, files, stack), small)
+        save = _save_of(path, folder, part, ranks, stack.pop_all())
     write(runtime, save, wait=wait)
 
 
-def _part(
-    path: Path,
-    folder: Path,
-    files: list[ShardFile],
-    held: HeldKeys | None,
-    small: Small,
-    ranks: AllRanks,
-    ending: ExitStack,
-) -> CapturedSave:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has captured; of what is small, the first rank's counts, and every rank's random numbers."""
+
+    files: Sequence[ShardFile]
+    gradients: SavedGradients
+    held: HeldKeys | None
+    small: Small
+
+    def entries(self) -> dict[str, ParameterEntry]:
+        return entries_of(self.files, self.gradients)
+
+
+def _save_of(path: Path, folder: Path, part: _Part, ranks: AllRanks, ending: ExitStack) -> CapturedSave:
     """This rank's part of a checkpoint. `ending` puts the folder in its place, on the first rank, which has made it."""
     bulletin = ranks.collectives.bulletin()
     outcome = SharedOutcome(bulletin, ranks.member, ranks.members, f"saving {path}")
 
     def finish(written: Mapping[str, FileEntry]) -> None:
         if ranks.member == 0:
-            finish_folder(folder, small, {**written, **outcome.collect()})
+            _finish(folder, part, written, outcome.collect())
         else:
-            outcome.post({**written, **small.files})
+            outcome.post(_told(folder, part, written, ranks.member))
 
     closing = ExitStack()
     closing.push(outcome.end)  # what is pushed first ends last
     closing.push(ending)
-    save = CapturedSave(path, folder, files, held, finish, closing, on_progress=bulletin.tick)
+    save = CapturedSave(
+        *(path, folder, part.files, part.held, finish, closing),
+        begun=part.gradients.writer,
+        on_progress=bulletin.tick,
+    )
     outcome.on_progress = save.note_progress
     return save
 
@@ -135,5 +143,26 @@ def _refuse_unseen(folder: Path, path: Path) -> None:
         )
 
 
-def _entries(said: Mapping[str, Any]) -> dict[str, ParameterEntry]:
-    return {name: parse_entry(entry) for name, entry in said["parameters"].items()}
+# What a rank says about its parameters grows with the model. It is handed over in the folder, and gone in the end.
+
+
+def _told(folder: Path, part: _Part, written: Mapping[str, FileEntry], member: int) -> dict[str, Any]:
+    """What a rank tells the first one."""
+    entries = {name: asdict(entry) for name, entry in part.entries().items()}
+    handed_over = f"parameters.rank{member}.json"
+    (folder / handed_over).write_text(json.dumps(entries), encoding="utf-8")
+    files = {name: asdict(entry) for name, entry in written.items()}
+    return {"files": files, "rng": part.small.rng, "parameters": handed_over}
+
+
+def _finish(folder: Path, part: _Part, written: Mapping[str, FileEntry], others: Sequence[Mapping[str, Any]]) -> None:
+    """The first rank puts together what all of them have written."""
+    entries, files, rng = [part.entries()], dict(written), list(part.small.rng)
+    for told in others:
+        file = folder / told["parameters"]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        file.unlink()
+        entries.append({name: parse_entry(entry) for name, entry in content.items()})
+        files |= {name: FileEntry(**entry) for name, entry in told["files"].items()}
+        rng += told["rng"]
+    finish_folder(folder, replace(part.small, rng=rng), merged(entries), files)

@@ -1,18 +1,18 @@
 """Gradients that no step has used: a checkpoint between `backward()` and `step()` holds them too.
 
-They are written while the caller waits, because the next backward adds to them where they are. Their memory is that of
-the sink; none of them is copied.
+They are written while the caller waits, because the next backward adds to them where they are; that they are on the
+drive is waited for with the rest of the checkpoint. Their memory is that of the sink; none of them is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from infinity.checkpoint.format import GRADIENT, FileEntry, ParameterEntry, Piece, gradients_file
+from infinity.checkpoint.format import GRADIENT, ParameterEntry, Piece, gradients_file
 from infinity.checkpoint.part_file import PartFileWriter
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.tensor_file import bytes_of
@@ -24,11 +24,29 @@ from infinity.runtime import Runtime
 from infinity.updates import Updates
 
 
-def save_gradients(
-    runtime: Runtime, folder: Path, parameters: Mapping[str, ParameterEntry], rank: int = 0
-) -> tuple[dict[str, ParameterEntry], dict[str, FileEntry]]:
-    """Write the gradients that wait; what the index says about the parameters and about the file, if there is one."""
-    entries, name = dict(parameters), gradients_file(rank)
+@dataclass(frozen=True, slots=True)
+class SavedGradients:
+    """Gradients that have been written.
+
+    Attributes:
+        pieces: by parameter; empty for one of which another rank has all elements.
+        writer: of the file, which is not finished; None if there were no gradients.
+    """
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    writer: PartFileWriter | None = None
+
+    def added_to(self, parameters: Mapping[str, ParameterEntry]) -> dict[str, ParameterEntry]:
+        """What the index says about parameters, with their gradients."""
+        entries = dict(parameters)
+        for name, pieces in self.pieces.items():
+            entries[name] = replace(entries[name], tensors={**entries[name].tensors, GRADIENT: pieces})
+        return entries
+
+
+def save_gradients(runtime: Runtime, folder: Path, rank: int = 0) -> SavedGradients:
+    """Write the gradients that wait, this rank's part of them."""
+    name = gradients_file(rank)
     waiting = [
         (group, slot, _span(group.layout.slots[slot].offset, group.layout.slots[slot].stop, group.span_of(rank)))
         for group in runtime.sink.pending()
@@ -36,18 +54,17 @@ def save_gradients(
         if runtime.sink.has(group, slot)
     ]
     if not waiting:
-        return entries, {}
+        return SavedGradients({})
     parts = {group.layout.slots[slot].name: (GRAD_DTYPE, (span.numel,)) for group, slot, span in waiting}
     writer = PartFileWriter(folder / name, parts)
     for group in {group.index: group for group, _, _ in waiting}.values():
         _write_group(runtime, writer, group, [(slot, span) for owner, slot, span in waiting if owner is group])
+    pieces = {}
     for group, slot, span in waiting:
         place = group.layout.slots[slot]
         piece = Piece(span.start - place.offset, span.numel, name, place.name, 0)
-        entry = entries[place.name]
-        pieces = (piece,) if span.numel else ()
-        entries[place.name] = replace(entry, tensors={**entry.tensors, GRADIENT: pieces})
-    return entries, {name: writer.finish()}
+        pieces[place.name] = (piece,) if span.numel else ()
+    return SavedGradients(pieces, writer)
 
 
 def _write_group(

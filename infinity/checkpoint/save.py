@@ -9,7 +9,7 @@ swap files need room for what a step rewrites once more, as long as a save is un
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,13 +41,14 @@ from infinity.checkpoint.parts import (
     versions,
     write_synced,
 )
-from infinity.checkpoint.pending import save_gradients
+from infinity.checkpoint.pending import SavedGradients, save_gradients
 from infinity.checkpoint.rng import rng_state
 from infinity.checkpoint.saver import CapturedSave
 from infinity.checkpoint.series import Keep, check_keep, note_saved
 from infinity.checkpoint.shard_file import ShardFile
 from infinity.runtime import Runtime
 from infinity.updates import Updates
+from storage.held import HeldKeys
 from storage.versioned import VersionedStore
 
 _log = logging.getLogger(__name__)
@@ -88,9 +89,7 @@ class Small:
     rng: list[dict[str, Any]]
     step: int
     precision: str
-    parameters: Mapping[str, ParameterEntry]
     descriptions: Mapping[str, bytes]
-    files: dict[str, FileEntry] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -129,7 +128,7 @@ def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> Captur
             stack.push(partial(note_in_series, path, keep))
         folder = stack.enter_context(replaced_folder(path, lambda there: (there / INDEX_FILE).exists()))
         files = [capture_group(runtime, group) for group in runtime.groups]
-        parameters, pending = save_gradients(runtime, folder, merged([file.entries for file in files]))
+        gradients = save_gradients(runtime, folder)
         small = Small(
             packed=packed,
             buffers=copy_buffers(runtime.model),
@@ -137,17 +136,30 @@ def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> Captur
             rng=[rng_state()],
             step=max((step for state in runtime.states.values() for step in state.steps), default=0),
             precision=runtime.config.precision.value,
-            parameters=parameters,
             descriptions=describe_model(runtime.model),
-            files=pending,
             aliases=aliases_of(runtime.model),
         )
-        files = [file for file in files if file.parts]
-        held = None
-        if runtime.store is not None:
-            held = runtime.store.hold(sorted(set[str]().union(*map(ShardFile.stored_keys, files))))
-            stack.callback(held.close)
-        return CapturedSave(path, folder, files, held, partial(finish_folder, folder, small), stack.pop_all())
+        held = hold_stored(runtime, files, stack)
+
+        def finish(written: Mapping[str, FileEntry]) -> None:
+            finish_folder(folder, small, entries_of(files, gradients), written)
+
+        return CapturedSave(path, folder, files, held, finish, stack.pop_all(), begun=gradients.writer)
+
+
+def hold_stored(runtime: Runtime, files: Sequence[ShardFile], stack: ExitStack) -> HeldKeys | None:
+    """Hold what of the files lies in swap files, until it is let go or the stack ends; None if there is nothing."""
+    keys = set[str]().union(*map(ShardFile.stored_keys, files))
+    if runtime.store is None or not keys:
+        return None
+    held = runtime.store.hold(sorted(keys))
+    stack.callback(held.close)
+    return held
+
+
+def entries_of(files: Sequence[ShardFile], gradients: SavedGradients) -> dict[str, ParameterEntry]:
+    """What the index says about the parameters that a rank has captured."""
+    return gradients.added_to(merged([file.entries() for file in files]))
 
 
 def note_in_series(path: Path, keep: Keep, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -156,7 +168,9 @@ def note_in_series(path: Path, keep: Keep, kind: type[BaseException] | None, err
         note_saved(path, keep)
 
 
-def finish_folder(folder: Path, small: Small, files: Mapping[str, FileEntry]) -> None:
+def finish_folder(
+    folder: Path, small: Small, parameters: Mapping[str, ParameterEntry], files: Mapping[str, FileEntry]
+) -> None:
     """Write what is small, and the index last."""
     save_buffers(small.buffers, folder)
     write_synced(folder / EXTRA_FILE, small.packed)
@@ -170,10 +184,10 @@ def finish_folder(folder: Path, small: Small, files: Mapping[str, FileEntry]) ->
     index = Index(
         step=small.step,
         precision=small.precision,
-        parameters=dict(small.parameters),
+        parameters=dict(parameters),
         optimizer=small.optimizer,
         rng=small.rng,
-        files={**files, **small.files, **others},
+        files={**files, **others},
         written_by=versions(),
         aliases=dict(small.aliases),
     )

@@ -51,11 +51,29 @@ _NEXT = {
 }
 
 
+class _File:
+    """A file of shards. Whoever first writes to it lays it out, so the training thread that asks for it does not."""
+
+    def __init__(self, shards: ShardFile, folder: Path) -> None:
+        self.shards = shards
+        self._folder = folder
+        self._writer: PartFileWriter | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def writer(self) -> PartFileWriter:
+        with self._lock:
+            if self._writer is None:
+                parts = {part.name: (part.dtype, (part.numel,)) for part in self.shards.parts}
+                self._writer = PartFileWriter(self._folder / self.shards.name, parts)
+            return self._writer
+
+
 class _MemoryPart:
     """A part of a file whose bytes are in host memory; written once, by whoever comes first."""
 
-    def __init__(self, writer: PartFileWriter, name: str, memory: memoryview) -> None:
-        self._writer = writer
+    def __init__(self, file: _File, name: str, memory: memoryview) -> None:
+        self._file = file
         self._name = name
         self._memory: memoryview | None = memory
         self._lock = threading.Lock()
@@ -65,7 +83,7 @@ class _MemoryPart:
         with self._lock:
             memory, self._memory = self._memory, None
             if memory is not None:
-                self._writer.write(self._name, memory)
+                self._file.writer.write(self._name, memory)
             return memory.nbytes if memory is not None else 0
 
     def give_up(self) -> None:
@@ -84,6 +102,7 @@ class CapturedSave:
         held: what of them lies in swap files; let go when it has been copied.
         finish: told what became of the files; writes what else belongs to the checkpoint, the index last.
         closing: ends the folder: with an exception it removes it, without it puts it in its place.
+        begun: a file beside them whose parts have been written; to be finished.
         on_progress: told, on the thread that writes, that something has been written.
     """
 
@@ -95,6 +114,8 @@ class CapturedSave:
         held: HeldKeys | None,
         finish: Callable[[Mapping[str, FileEntry]], None],
         closing: ExitStack,
+        *,
+        begun: PartFileWriter | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
@@ -108,18 +129,15 @@ class CapturedSave:
         self._on_progress = on_progress
         self._state = SaveState.CAPTURED
         self._error: BaseException | None = None
-        self._files = files
+        self._begun = begun
+        self._files = [_File(file, folder) for file in files if file.parts]
         if held is not None:
             held.share_with(folder)
-        self._writers = {
-            file.name: PartFileWriter(folder / file.name, {p.name: (p.dtype, (p.numel,)) for p in file.parts})
-            for file in files
-        }
         self._memory: dict[str, list[_MemoryPart]] = {}
-        for file in files:
-            for part in file.parts:
+        for file in self._files:
+            for part in file.shards.parts:
                 if isinstance(part.source, MemorySource):
-                    one = _MemoryPart(self._writers[file.name], part.name, part.source.memory)
+                    one = _MemoryPart(file, part.name, part.source.memory)
                     self._memory.setdefault(part.source.key, []).append(one)
 
     @property
@@ -179,20 +197,24 @@ class CapturedSave:
                 self._raise_error()
                 part.write()
                 self._moved()
-        entries = {}
+        entries: dict[str, FileEntry] = {}
         for file in self._files:
-            writer = self._writers[file.name]
-            for one in file.parts:
+            for one in file.shards.parts:
                 if isinstance(one.source, StoredSource) and self._held is not None:
                     self._raise_error()
-                    writer.copy(one.name, self._held, one.source.key, one.source.offset, self.copier)
+                    file.writer.copy(one.name, self._held, one.source.key, one.source.offset, self.copier)
                     self._moved()
-            self._raise_error()
-            entries[file.name] = writer.finish()
-            self._moved()
+            self._end(file.writer, entries)
+        if self._begun is not None:
+            self._end(self._begun, entries)
         self._let_go()
         self._raise_error()
         self._finish(entries)
+
+    def _end(self, writer: PartFileWriter, entries: dict[str, FileEntry]) -> None:
+        self._raise_error()
+        entries[writer.path.name] = writer.finish()
+        self._moved()
 
     def note_progress(self) -> None:
         """What it waits for has moved: nobody takes it for stuck."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,11 +38,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ShardFile:
-    """What one file will hold, and what it says about parameters."""
+    """What one file will hold.
+
+    Attributes:
+        entries: makes what it says about parameters, as of the moment of the capture; called by any thread, later. The
+            training thread does not wait for it: there is a piece for every parameter, kind and record.
+    """
 
     name: str
     parts: Sequence[Part]
-    entries: dict[str, ParameterEntry]
+    entries: Callable[[], dict[str, ParameterEntry]]
 
     def stored_keys(self) -> set[str]:
         return {part.source.key for part in self.parts if isinstance(part.source, StoredSource)}

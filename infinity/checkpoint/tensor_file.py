@@ -60,6 +60,12 @@ class TensorSpan:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def refuse_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise CheckpointError for a dtype that the format does not have."""
+    if dtype not in _CODES:
+        raise CheckpointError(f"{name} is {dtype}, which safetensors files cannot hold")
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous 1-D CPU tensor, without a copy."""
     return tensor.detach().view(torch.uint8).numpy().data
@@ -121,8 +127,7 @@ def lay_out(
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
-        if dtype not in _CODES:
-            raise CheckpointError(f"{name} is {dtype}, which safetensors files cannot hold")
+        refuse_dtype(name, dtype)
         nbytes = math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [at, at + nbytes]}
         at += nbytes

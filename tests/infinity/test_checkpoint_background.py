@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 import infinity
+from infinity.checkpoint import part_file
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.saver import MAX_IN_FLIGHT
 from storage.copying import CopyMethod
@@ -22,6 +25,7 @@ from tests.conftest import small_config
 from tests.infinity.test_checkpoint import _tensors
 from tests.resume import Run
 from tests.storage.versions import check_extents
+from tests.zoo import batch, loss_of
 
 MakeEngine = Callable[..., infinity.Engine]
 PLACES: dict[str, dict[str, Any]] = {
@@ -87,6 +91,39 @@ def test_exact_as_of_the_step_it_was_asked_for(
     run.engine.metrics()
     if run.engine._runtime.store is not None:
         check_extents(run.engine._runtime.store)
+
+
+def test_asking_waits_for_no_drive(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread syncs nothing and lays no file out, but that of the gradients that wait, which it fills."""
+    run = start(host={"budget": "300KiB"})
+    run.train(0, 2)
+    loss_of(run.model, batch(2)).backward()  # type: ignore[no-untyped-call]
+    fsync, lay_out = os.fsync, part_file.lay_out
+    acts: Counter[tuple[str, bool]] = Counter()
+
+    def count(what: str) -> None:
+        acts[what, threading.current_thread() is threading.main_thread()] += 1
+
+    def counted_fsync(fd: int) -> None:
+        count("fsync")
+        fsync(fd)
+
+    def counted_lay_out(*args: Any, **given: Any) -> Any:
+        count("lay out")
+        return lay_out(*args, **given)
+
+    monkeypatch.setattr(os, "fsync", counted_fsync)
+    monkeypatch.setattr(part_file, "lay_out", counted_lay_out)
+    save_behind(run, tmp_path / "behind")
+    assert acts["fsync", True] == 0
+    assert acts["lay out", True] == 1
+    run.engine.wait_saved()
+    assert acts["fsync", False] > acts["lay out", False] > 5
+    with CheckpointReader(tmp_path / "behind") as checkpoint:
+        assert checkpoint.verify() > 0
+        assert all("gradient" in entry.tensors for entry in checkpoint.index.parameters.values())
 
 
 def test_edits_and_new_optimizer_state_come_after(start: Callable[..., Run], tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ def test_continued_in_the_same_process(tmp_path: Path, way: Way) -> None:
     check(whole(tmp_path, way), first(tmp_path, way), rest(tmp_path, way))
 
 
+@pytest.mark.parametrize("way", FAST, ids=lambda way: way.name)
+def test_saved_behind_the_rest_of_the_step(tmp_path: Path, way: Way) -> None:
+    """The gradients are those of the moment, though more is added to them before the checkpoint is complete."""
+    check(whole(tmp_path, way), first(tmp_path, way, behind=True), rest(tmp_path, way))
+
+
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("continued")

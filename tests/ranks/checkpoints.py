@@ -13,6 +13,7 @@ from torch import Tensor
 
 import infinity
 from infinity.checkpoint.part_file import PartFileWriter
+from infinity.checkpoint.reader import CheckpointReader
 from tests.parity.loops import gathered_parameters
 from tests.ranks.jobs import rank_and_size
 from tests.ranks.training import make_config
@@ -121,8 +122,18 @@ def go_on(model: torch.nn.Module, optimizer: infinity.AdamW) -> list[float]:
     return losses
 
 
+def stored_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, as it reads; with the gradients that waited."""
+    with CheckpointReader(folder) as checkpoint:
+        return {
+            f"{kind}/{name}": checkpoint.tensor(name, kind)
+            for name, entry in checkpoint.index.parameters.items()
+            for kind in entry.tensors
+        }
+
+
 def load_each(folder: Path, checkpoints: list[Path], settings: dict[str, Any]) -> list[Any]:
-    """The state that every checkpoint gives, and the losses with which it goes on."""
+    """The state that every checkpoint gives, and the losses with which it goes on; saved again it is in `again...`."""
     found = []
     for number, checkpoint in enumerate(checkpoints):
         model = build(Net, seed=5)
@@ -131,6 +142,7 @@ def load_each(folder: Path, checkpoints: list[Path], settings: dict[str, Any]) -
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
             assert engine.load(checkpoint, optimizer=optimizer, scheduler=scheduler) == {"step": 2}
             assert optimizer.param_groups[0]["lr"] == 0.0025
+            engine.save(folder / f"again{number}")
             loaded = state_of(model, optimizer)
             moments = optimizer.state_dict()
             optimizer.load_state_dict(moments)

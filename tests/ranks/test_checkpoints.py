@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.checkpoint.reader import CheckpointReader
-from tests.ranks.checkpoints import load_each, save_behind, train_and_save
+from tests.ranks.checkpoints import load_each, save_behind, stored_tensors, train_and_save
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 
@@ -16,9 +16,9 @@ pytestmark = pytest.mark.timeout(300)  # every process imports torch
 Saved = dict[int, tuple[Path, list[Any]]]
 
 
-def save(folder: Path, size: int, stage: int = 3) -> tuple[Path, list[Any]]:
+def save(folder: Path, size: int, stage: int = 3, **settings: Any) -> tuple[Path, list[Any]]:
     checkpoint = folder / "checkpoint"
-    return checkpoint, values(run_ranks(train_and_save, size, folder, checkpoint, {"stage": stage}))
+    return checkpoint, values(run_ranks(train_and_save, size, folder, checkpoint, {"stage": stage, **settings}))
 
 
 def assert_loads(folder: Path, saved: list[tuple[Path, list[Any]]], size: int, **settings: Any) -> None:
@@ -28,6 +28,9 @@ def assert_loads(folder: Path, saved: list[tuple[Path, list[Any]]], size: int, *
             assert_same_bits(state, before[0][0])
             if size == len(before):
                 assert losses in [after for _, after in before]
+    for number, path in enumerate(paths):  # the gradients that waited, too: they add up in another number of parts
+        assert_same_bits(stored_tensors(folder / f"again{number}"), stored_tensors(path))
+        assert any(name.startswith("gradient/") for name in stored_tensors(path))
 
 
 def test_two_ranks_go_on_as_they_would_have(tmp_path: Path) -> None:
@@ -59,6 +62,14 @@ def everywhere(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, lis
     where = [tmp_path_factory.mktemp("saved") for _ in range(4)]
     cases = ((1, 3), (2, 3), (4, 3), (2, 1))
     return [save(folder, *case) for folder, case in zip(where, cases, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"precision": "bf16"}, {"precision": "bf16", "state_format": "int8"}], ids=str)
+def test_halves_and_codes_are_those_of_any_number_of_ranks(tmp_path: Path, settings: dict[str, Any]) -> None:
+    saved = save(tmp_path / "saved", 2, **settings)
+    for size in (1, 3):
+        assert_loads(tmp_path / f"loaded{size}", [saved], size, **settings)
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_digests_are_those_of_whole_blocks(tmp_path: Path, pool: HostPool) -> No
             2: xxhash.xxh3_64_intdigest(lease.memory[2 * BLOCK_NBYTES :]),
         }
     with store.hold(["a"]) as held:
-        assert held.keys["a"].digests == expected
+        assert {number: held.keys["a"].digest_of(number) for number in range(4)} == {1: None, 3: None, **expected}
     store.close()
 
 
