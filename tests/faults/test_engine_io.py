@@ -149,7 +149,7 @@ def test_error_in_an_update(offload: MakeEngine, drive: Callable[[], FaultyBacke
         (Fault.BIT_FLIP, Op.READ, "440KiB"),
         (Fault.IO_ERROR, Op.WRITE, "700KiB"),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_a_checkpoint_brings_a_lost_step_back(
     offload: MakeEngine,
