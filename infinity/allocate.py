@@ -36,7 +36,7 @@ from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.pipeline import UpdatePipeline
-from infinity.optim.records import GroupState, create_records
+from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
 from infinity.passage import Passage
 from infinity.placement import Placement, budget_for_all_gradients
@@ -47,6 +47,7 @@ from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
 from infinity.swap_directories import swap_directories
 from infinity.swap_files import create_volatile, open_log, speeds_to_start_with, storage_options, traced
+from infinity.swap_keys import swap_keys
 from storage.budget import TierBudget
 from storage.drives import WrapBackend
 from storage.errors import SwapFullError
@@ -385,13 +386,8 @@ def _open_store(plan: Blueprint, states: dict[int, GroupState], trace: Trace, st
         return versioned
     store = ShardStore.open(paths, placement.nvme_nbytes, options=options, speeds=speeds, wrap_backend=wrap)
     stack.callback(store.close)
-    for group in plan.groups:
-        if placement.stores_param(group.index):
-            store.create(group.key, group.shard_nbytes)
-        if group.index in states and placement.stores_state(group.index):
-            create_records(store, states[group.index])
-        if group.index in placement.spilled_gradients:
-            create_volatile(store, gradient_key(group), gradient_nbytes(group))
+    for entry in swap_keys(plan.groups, states, placement):
+        store.create(entry.key, entry.nbytes)
     return store
 
 
@@ -402,17 +398,11 @@ def _rank_of(plan: Blueprint) -> int | None:
 def _create_durable(plan: Blueprint, states: dict[int, GroupState], store: VersionedStore) -> None:
     """The keys of a durable run, those that are there already excepted: it goes on."""
     found = set(store.keys())
-    wanted: list[tuple[str, int, str]] = []
-    for group in plan.groups:
-        wanted.append((group.key, group.shard_nbytes, str(group.shard_dtype)))
-        if group.index in states:
-            records = states[group.index].records
-            wanted += [(record.key, record.nbytes, "state") for record in records if record.nbytes]
-        if group.index in plan.placement.spilled_gradients:
-            create_volatile(store, gradient_key(group), gradient_nbytes(group))
-    for key, nbytes, dtype in wanted:
-        if key not in found:
-            store.create(key, nbytes, dtype)
+    for entry in swap_keys(plan.groups, states, plan.placement):
+        if entry.is_volatile:
+            create_volatile(store, entry.key, entry.nbytes)
+        elif entry.key not in found:
+            store.create(entry.key, entry.nbytes, entry.dtype)
 
 
 def _free_memory(made: Sequence[Runtime]) -> None:

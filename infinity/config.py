@@ -158,8 +158,8 @@ class NvmeConfig(_Section):
     `threads` (blocks at a drive at a time) and `block_nbytes` are chosen when `None`, see `Calibrate`. `eio_retries` is
     how often a block is tried again after EIO, and `retry_full_s` how long a drive that had no room is left alone
     before a write tries it again. `wear_budget` is what all runs may write to each drive, "100TB" or "2TB/day", and
-    `wear_action` what `infinity train` does beyond it. `io_log` is a file for every transfer of the run in fio's trace
-    format.
+    `wear_action` what `infinity train` and `infinity.wear.WearWatch` do beyond it. `io_log` is a file for every
+    transfer of the run in fio's trace format.
     """
 
     paths: Annotated[tuple[Path, ...] | None, BeforeValidator(values.paths)] = None

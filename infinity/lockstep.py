@@ -43,6 +43,7 @@ class Want(IntEnum):
     RESTORE = 27
     EXPORT = 28
     MODEL_STATE = 29
+    WEAR = 30
 
 
 _TOGETHER = frozenset(want for want in Want if want >= Want.CLIP)
@@ -60,6 +61,7 @@ _NAMES = {
     Want.RESTORE: "goes back to its last commit",
     Want.EXPORT: "exports the weights",
     Want.MODEL_STATE: "asks for, or loads, the model's state dict",
+    Want.WEAR: "asks whether its wear budget is spent",
     Want.OPTIMIZER_STATE: "asks for, or loads, the optimizer's state_dict()",
 }
 

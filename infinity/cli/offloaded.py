@@ -18,7 +18,6 @@ from infinity.cli.console import make_console
 from infinity.cli.display import Display
 from infinity.cli.hashing import hash_parameters
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of
-from infinity.cli.ranks import any_rank
 from infinity.cli.recording import Recording
 from infinity.cli.records import Counters, StepRecord
 from infinity.cli.report import Measured, begin_report
@@ -38,7 +37,8 @@ from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
 from infinity.plan.scheduler_trace import LEAST_STEPS, SchedulerTrace, record
-from infinity.plan.wear_guard import WearGuard, WearReport
+from infinity.plan.wear_guard import WearReport
+from infinity.wear import WearWatch
 
 
 @dataclass(slots=True)
@@ -72,6 +72,7 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
             return session.finish()
         except BaseException as error:
             with undisturbed():
+                session.close()
                 recording.fail(error, engine.trace)
             raise
 
@@ -92,11 +93,12 @@ class _Session:
         drives = [drive.directory for drive in engine.drives]
         self.display = Display(make_console(), training.steps, engine.counters, drives)
         self._run = OffloadedRun()
+        self._wear: WearWatch | None = None
 
     def begin(self, text: Text) -> dict[str, Any]:
         """Go on where a saved run stopped, if one is; show the plan; count from here. Gives what is known by now."""
         engine, settings, run = self._engine, self._settings, self._run
-        options, nvme = settings.options, settings.config.nvme
+        options = settings.options
         if options.resume is not None:
             run.first_step, changed = checkpoints.load(engine, options.resume, settings)
             self.display.say(f"resumed {options.resume}: continuing with step {run.first_step}")
@@ -114,7 +116,7 @@ class _Session:
         )
         self.display.say(tables)
         self._observer = RunObserver(engine._runtime)
-        self._guard = WearGuard.of_store(engine._runtime.store, nvme.wear_budget, nvme.wear_action)
+        self._wear = WearWatch(engine, tell=self.display.say, pause=self._pause)
         run.begun = begin_report(
             settings, engine.plan, engine.counters(), first_step=run.first_step, source=text.source
         )
@@ -159,18 +161,21 @@ class _Session:
             before=before,
         )
 
+    def close(self) -> None:
+        """However the run ends, what it has written counts."""
+        if self._wear is not None:
+            self._wear.close()
+
     def _is_worn(self, step: int, last_step: int) -> bool:
         """Do what the wear budget asks for after a step; whether the run has to stop."""
-        verdict = self._guard.step_ended()
-        if verdict.message:
-            self.display.say(verdict.message)
-        must_stop = any_rank(verdict.must_stop)
+        must_stop = self._wear is not None and self._wear.step_ended(is_last=step + 1 == last_step)
         if must_stop:
             self.display.say(f"stopping after step {step}: nvme.wear_action is 'stop'")
-        elif verdict.pause_s and step + 1 < last_step:
-            time.sleep(verdict.pause_s)
-            self._observer.paused(verdict.pause_s)
         return must_stop
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+        self._observer.paused(seconds)
 
     def finish(self) -> OffloadedRun:
         """Predict, save, and read from the engine what is read before it is closed."""
@@ -182,7 +187,7 @@ class _Session:
             checkpoints.save(engine, options.save, self._optimizer, self._settings, next_step)
             self.display.say(f"saved to {options.save}")
         run.measured = Measured.of(engine)
-        run.wear = self._guard.report()
+        run.wear = [] if self._wear is None else self._wear.report()
         if options.scheduler_trace is not None:
             run.scheduler = self._scheduler_trace(run.measured)
         if options.trace is not None:

@@ -37,6 +37,7 @@ class PlanOptions(shared.LoopOptions):
 
     model: Annotated[str | None, option(_MODEL, MODEL)] = None
     preset: shared.Preset = "7b"
+    micro_batches: shared.MicroBatches = None
     gpu: Annotated[str | None, option(_GPU, _HARDWARE, show_default="rtx4090")] = None
     here: Annotated[bool, option(_HERE, _HARDWARE, "--here")] = False
     gpus: Annotated[int, option("GPUs of a node.", _HARDWARE, min=1)] = 1

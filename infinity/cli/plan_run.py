@@ -31,6 +31,7 @@ from infinity.plan.calibration import CalibrationFile
 from infinity.plan.hardware import CPU, Hardware, effective_link, from_bench, gpu_named, parse_drives, parse_link
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
+from infinity.plan.ranks import PlannedDevice
 from infinity.plan.report import change_json, plan_json, stages_json, sweep_json
 from infinity.plan.scheduler_trace import read_trace, replay_json
 from infinity.plan.simulate import simulate
@@ -98,23 +99,30 @@ def make_request(options: PlanOptions) -> PlanRequest:
     accumulate = options.accumulate or 1
     if schedule is Schedule.OVERLAPPED and accumulate > 1:
         raise ConfigError("--schedule overlapped contradicts --accumulate: it updates each unit at its first gradient")
+    if schedule is Schedule.OVERLAPPED and precision is Precision.FP16:
+        raise ConfigError("--schedule overlapped contradicts --precision fp16: an overflow may skip the whole step")
     source, batch, seq = _source(options)
+    hardware = _hardware(options)
+    micro_batches = options.micro_batches or 1
+    if micro_batches > batch:
+        raise ConfigError(f"--micro-batches {micro_batches}: a batch of {batch} samples cannot be cut so often")
     model = model_plan(
         source,
         seq=seq,
         batch=1,
-        activation_itemsize=2 if precision is Precision.BF16 else 4,
+        activation_itemsize=PlannedDevice(is_gpu=hardware.has_gpu).compute_dtype(precision).itemsize,
         resident_threshold_nbytes=MIB,
     )
     workload = Workload(
         batch=batch,
         accumulate=accumulate,
+        micro_batches=micro_batches,
         precision=precision,
         state_format=state_format,
         schedule=schedule,
         recompute=options.recompute is not False,
     )
-    return PlanRequest(model, _hardware(options), workload)
+    return PlanRequest(model, hardware, workload)
 
 
 def _member(kind: Any, option: str, value: str) -> Any:

@@ -13,7 +13,6 @@ from infinity.plan.advice import Change, Sweep
 from infinity.plan.planner import PlanRequest, StepPlan
 from infinity.plan.scheduler_trace import SchedulerTrace
 from infinity.plan.stages import StageRow
-from infinity.plan.wear import DriveWear
 from infinity.sizes import format_nbytes
 
 _FEW_S = 0.0005
@@ -29,7 +28,7 @@ def plan_tables(plan: StepPlan) -> Group:
     )
     parts: list[RenderableType] = [head, _tiers(plan), _traffic(plan), _prediction(plan), _resources(plan)]
     if plan.wear:
-        parts.append(_wear(plan.wear))
+        parts.append(_wear(plan))
     parts += [Text(note, style="dim") for note in (*plan.rank.placement.notes, *plan.rank.notes)]
     return Group(*parts)
 
@@ -64,16 +63,14 @@ def _tiers(plan: StepPlan) -> Table:
 
 
 def _traffic(plan: StepPlan) -> Table:
-    table = _table("NVMe bytes of a step, on one rank", "", "param", "state", "grad", "all", "each drive")
-    traffic, hardware = plan.traffic, plan.request.hardware
+    table = _table("NVMe bytes of a step, on one rank", "", "param", "state", "grad", "all")
+    traffic = plan.traffic
     kinds = (traffic.param, traffic.state, traffic.grad)
-    drives = max(len(hardware.drives), 1)
     for name, parts, total in (
         ("read", [kind.read_nbytes for kind in kinds], traffic.read_nbytes),
         ("written", [kind.write_nbytes for kind in kinds], traffic.write_nbytes),
     ):
-        each = total * hardware.gpus // drives
-        table.add_row(name, *(format_nbytes(nbytes) for nbytes in (*parts, total, each)))
+        table.add_row(name, *(format_nbytes(nbytes) for nbytes in (*parts, total)))
     return table
 
 
@@ -103,13 +100,14 @@ def _resources(plan: StepPlan) -> Table:
     return table
 
 
-def _wear(rows: Sequence[DriveWear]) -> Table:
-    columns = ("written a step", "of the rating in 1,000 steps", "steps to rating", "days to rating")
-    table = _table("Wear", "drive", *columns)
+def _wear(plan: StepPlan) -> Table:
+    columns = ("read a step", "written a step", "of the rating in 1,000 steps", "steps to rating", "days to rating")
+    table = _table("Wear of the drives of a node", "drive", *columns)
     table.add_column("")
-    for row in rows:
+    for row, (read_nbytes, _) in zip(plan.wear, plan.by_drive, strict=True):
         table.add_row(
             row.name,
+            format_nbytes(read_nbytes),
             format_nbytes(row.written_per_step_nbytes),
             "?" if row.share_per_1000_steps is None else f"{row.share_per_1000_steps:.2%}",
             "?" if row.steps_to_rating is None else f"{row.steps_to_rating:,.0f}",

@@ -27,15 +27,3 @@ def this_job() -> Job:
     if not (rank.isdecimal() and size.isdecimal()):
         return Job()
     return Job(int(rank), int(size), int(local_size) if local_size.isdecimal() else 1)
-
-
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on any rank of the job; a call of all of them."""
-    if this_job().size == 1:
-        return flag
-    import torch
-    import torch.distributed as dist
-
-    found = torch.tensor(int(flag))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return bool(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from infinity.config import Precision, Schedule, StateFormat
 from infinity.errors import ConfigError, PlacementError
-from infinity.plan.planner import PlanRequest, StepPlan, make_plan, plan_rank
+from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan, plan_rank
 from infinity.sizes import format_nbytes, parse_nbytes
 
 _MOST_SWEPT = 64
@@ -44,8 +44,14 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
     yield f"--batch {2 * workload.batch}", with_workload(request, batch=2 * workload.batch)
     if workload.accumulate == 1:
         yield "--accumulate 2", with_workload(request, accumulate=2, schedule=Schedule.AUTO)
+    else:
+        slices = workload.accumulate * workload.micro_batches
+        together = with_workload(
+            request, batch=workload.batch * workload.accumulate, accumulate=1, micro_batches=slices
+        )
+        yield f"--batch {together.workload.batch} --micro-batches {slices} --accumulate 1", together
     present = plan_rank(request).placement.schedule
-    for schedule in _schedules(workload.accumulate):
+    for schedule in _schedules(workload, workload.accumulate):
         if schedule is not present:
             yield f"--schedule {schedule.value}", with_workload(request, schedule=schedule)
     recompute = "--no-recompute" if workload.recompute else "--recompute"
@@ -61,16 +67,20 @@ def with_workload(
     *,
     batch: int | None = None,
     accumulate: int | None = None,
+    micro_batches: int | None = None,
     schedule: Schedule | None = None,
     recompute: bool | None = None,
     state_format: StateFormat | None = None,
 ) -> PlanRequest:
     """The same request with another workload."""
     workload = request.workload
+    batch = workload.batch if batch is None else batch
+    micro_batches = workload.micro_batches if micro_batches is None else micro_batches
     workload = replace(
         workload,
-        batch=workload.batch if batch is None else batch,
+        batch=batch,
         accumulate=workload.accumulate if accumulate is None else accumulate,
+        micro_batches=min(micro_batches, batch),
         schedule=workload.schedule if schedule is None else schedule,
         recompute=workload.recompute if recompute is None else recompute,
         state_format=workload.state_format if state_format is None else state_format,
@@ -85,26 +95,40 @@ def _try(what: str, request: PlanRequest) -> Change:
         return Change(what, None, str(error).splitlines()[0])
 
 
-def _schedules(accumulate: int) -> list[Schedule]:
-    """What a loop with so many micro-batches may use."""
-    return [Schedule.SYNCHRONOUS, Schedule.DEFERRED, *([Schedule.OVERLAPPED] if accumulate == 1 else [])]
+def _schedules(workload: Workload, accumulate: int) -> list[Schedule]:
+    """What a loop that accumulates so many batches may use."""
+    needs_all = accumulate > 1 or workload.precision is Precision.FP16
+    return [Schedule.SYNCHRONOUS, Schedule.DEFERRED, *([] if needs_all else [Schedule.OVERLAPPED])]
 
 
 def search(request: PlanRequest) -> list[Change]:
-    """Every way to run the same tokens per step: micro-batches, schedules, recomputation. Fastest first."""
+    """Every way to run the same tokens per step: accumulation, schedules, recomputation. Fastest first.
+
+    A batch that is too large for the device is tried in slices.
+    """
     together = request.workload.batch * request.workload.accumulate
     found = []
     for accumulate in (n for n in range(1, together + 1) if together % n == 0):
-        for schedule in _schedules(accumulate):
+        for schedule in _schedules(request.workload, accumulate):
             for recompute in (True, False):
                 batch = together // accumulate
                 changed = with_workload(
                     request, batch=batch, accumulate=accumulate, schedule=schedule, recompute=recompute
                 )
-                words = "recompute" if recompute else "no-recompute"
-                what = f"--batch {batch} --accumulate {accumulate} --schedule {schedule.value} --{words}"
-                found.append(_try(what, changed))
+                words = f"--schedule {schedule.value} --{'recompute' if recompute else 'no-recompute'}"
+                found.append(_whole_or_sliced(changed, words))
     return sorted(found, key=lambda change: change.plan.step_s if change.plan is not None else float("inf"))
+
+
+def _whole_or_sliced(request: PlanRequest, words: str) -> Change:
+    workload = request.workload
+    rest = f"--accumulate {workload.accumulate} {words}"
+    whole = _try(f"--batch {workload.batch} {rest}", with_workload(request, micro_batches=1))
+    if whole.plan is not None or not workload.recompute or workload.batch == 1:
+        return whole
+    what = f"--batch {workload.batch} --micro-batches {workload.batch} {rest}"
+    sliced = _try(what, with_workload(request, micro_batches=workload.batch))
+    return whole if sliced.plan is None else sliced
 
 
 def nearest_that_works(request: PlanRequest) -> Change | None:
@@ -205,6 +229,11 @@ def _with_memory(request: PlanRequest, nbytes: int) -> PlanRequest:
     return PlanRequest(request.model, replace(request.hardware, host_memory_nbytes=nbytes), workload)
 
 
+def _with_accumulate(request: PlanRequest, count: int) -> PlanRequest:
+    is_refused = count > 1 and request.workload.schedule is Schedule.OVERLAPPED
+    return with_workload(request, accumulate=count, schedule=Schedule.AUTO if is_refused else None)
+
+
 def _with_gpus(request: PlanRequest, count: int) -> PlanRequest:
     return replace(request, hardware=replace(request.hardware, gpus=count))
 
@@ -218,7 +247,7 @@ _KNOBS: dict[str, _Knob] = {
     "host-memory": (parse_nbytes, lambda value: 2 * value, _with_memory),
     "drives": (_whole, lambda value: value + 1, _with_drives),
     "batch": (_whole, lambda value: 2 * value, lambda request, value: with_workload(request, batch=value)),
-    "accumulate": (_whole, lambda value: 2 * value, lambda request, value: with_workload(request, accumulate=value)),
+    "accumulate": (_whole, lambda value: 2 * value, _with_accumulate),
     "gpus": (_whole, lambda value: 2 * value, _with_gpus),
     "nodes": (_whole, lambda value: 2 * value, _with_nodes),
 }

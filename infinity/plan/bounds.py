@@ -5,6 +5,8 @@ No schedule can be faster than the slowest resource: what it has to move or comp
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from infinity.config import Schedule
 from infinity.gradients import gradient_nbytes
 from infinity.order import Phase
@@ -82,12 +84,17 @@ def element_s(scenario: Scenario) -> float:
 
 
 def nvme_s(scenario: Scenario, read_nbytes: int, write_nbytes: int) -> float:
-    """Least seconds in which the drives move so much, spread by their speeds as the store spreads it."""
+    """Least seconds in which the drives move so much, wherever the bytes lie.
+
+    What the drives can move together in a second is a convex region, the sum of what each can; a mix fits into it when
+    it lies on the inner side of each of its edges.
+    """
     if not scenario.drives:
         return 0.0
-    speeds = [drive.read_bytes_per_s + drive.write_bytes_per_s for drive in scenario.drives]
-    total = sum(speeds)
+    each = [drive.corners() for drive in scenario.drives]
+    edges = [(after[1] - before[1], before[0] - after[0]) for corners in each for before, after in pairwise(corners)]
     return max(
-        drive.seconds(read_nbytes * speed / total, write_nbytes * speed / total)
-        for drive, speed in zip(scenario.drives, speeds, strict=True)
+        (p * read_nbytes + q * write_nbytes)
+        / sum(max(p * read + q * write for read, write in corners) for corners in each)
+        for p, q in [(1.0, 0.0), (0.0, 1.0), *edges]
     )

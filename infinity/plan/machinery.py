@@ -18,13 +18,14 @@ from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
 from infinity.placement import Placement
-from infinity.plan.bounds import element_s
-from infinity.plan.drives import SimulatedDrives
+from infinity.plan.bounds import element_s, moved_nbytes, scenario_traffic
 from infinity.plan.scenario import Scenario
+from infinity.plan.simulated_drives import SimulatedDrives
 from infinity.plan.timeline import Span
 from infinity.plan.virtual import Link, PlanLoop, SparseMemory, VirtualFence, VirtualWorker
 from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
+from infinity.swap_keys import swap_keys
 from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.types import Op, Ticket
@@ -82,7 +83,6 @@ class Machinery:
         self.loop = loop
         self._scenario = scenario = scenario.coarse()
         placement, speeds = scenario.placement, scenario.speeds
-        self.store = SimulatedDrives(scenario.drives, keep_log=True, hand_over_s=speeds.hand_over_s)
         self.pool = HostPool(_UNLIMITED_NBYTES, map_memory=SparseMemory().map)
         self.window = TierBudget("window", placement.window_nbytes)
         self.gradients = TierBudget("gradients", placement.gradients_nbytes)
@@ -99,6 +99,7 @@ class Machinery:
         self._hold_resident()
         self.copies = [self._copy(group, placement) for group in scenario.groups]
         self.states = {g.index: self._state(g, placement, scenario.fields) for g in scenario.groups if g.trainable}
+        self.store = self._store()
         self.worker = VirtualWorker()
         self.order = AccessOrder([unit.index for unit in scenario.streamed])
         self._failures: list[BaseException] = []
@@ -127,13 +128,25 @@ class Machinery:
             link=LinkPatience(_PATIENCE_S),
         )
 
+    def _store(self) -> SimulatedDrives:
+        scenario = self._scenario
+        keys = swap_keys(scenario.groups, self.states, scenario.placement)
+        return SimulatedDrives(
+            scenario.drives,
+            [(entry.key, entry.nbytes) for entry in keys],
+            moved_nbytes=moved_nbytes(scenario_traffic(scenario)),
+            keep_log=True,
+            hand_over_s=scenario.speeds.hand_over_s,
+        )
+
     def _hold_resident(self) -> None:
         for group in (self._scenario.groups[index] for index in sorted(self.resident)):
             if self.device.try_reserve(group.flat_nbytes, group.key) is None:
                 raise InfinityError(f"the device cannot hold {group.key}: {self.device.holders()}")
 
     def _copy(self, group: FlatGroup, placement: Placement) -> HostCopy:
-        copy = HostCopy(group, pinned=group.index in placement.pinned_params)
+        is_stored = placement.stores_param(group.index)
+        copy = HostCopy(group, pinned=group.index in placement.pinned_params, is_stored=is_stored)
         copy.is_chunked = group.index in placement.chunked
         copy.keep_at_turn = group.index in placement.keep_at_turn
         copy.keep_at_boundary = group.index in placement.keep_at_boundary
@@ -146,6 +159,7 @@ class Machinery:
         state = GroupState.build(group, placement.chunk_numel, fields)
         for record in state.records:
             record.is_initialised = True  # the step that is asked about is not the first
+            record.is_durable = placement.is_durable
             if group.index in placement.pinned_states:
                 record.lease = self.pool.lease(record.nbytes, record.key)
         return state

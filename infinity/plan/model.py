@@ -80,14 +80,21 @@ class ModelPlan:
         """Operations of one micro-batch, forward and backward."""
         return self.forward_flops * (1 + BACKWARD_FLOPS + recompute)
 
-    def activation_nbytes(self, *, recompute: bool) -> int:
-        """Most bytes of activations alive at once in one micro-batch."""
+    def activation_nbytes(self, *, recompute: bool, batches: int = 1, slices: int = 1) -> int:
+        """Most bytes of activations alive at once in one forward and backward.
+
+        Args:
+            batches: how many times the batch that was traced.
+            slices: into how many parts units cut that. They recompute one part after the other; what lies outside of
+                all units sees the whole.
+        """
         outside = self.work[RESIDENT_NAME].saved_nbytes if RESIDENT_NAME in self.work else 0
         units = [work for name, work in self.work.items() if name != RESIDENT_NAME]
         if not recompute:
-            return outside + sum(work.saved_nbytes for work in units)
+            return batches * (outside + sum(work.saved_nbytes for work in units))
         largest = max((work.saved_nbytes for work in units), default=0)
-        return outside + largest + sum(work.boundary_nbytes for work in units)
+        boundaries = sum(work.boundary_nbytes for work in units)
+        return batches * (outside + boundaries) + -(-batches // slices) * largest
 
 
 def model_plan(

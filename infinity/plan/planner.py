@@ -19,6 +19,7 @@ from infinity.plan.model import BACKWARD_FLOPS, ModelPlan
 from infinity.plan.ranks import rank_groups
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
 from infinity.plan.simulate import Simulated, simulate
+from infinity.plan.spread import drive_shares
 from infinity.plan.traffic import StepTraffic
 from infinity.plan.wear import DriveWear, predict_wear
 from infinity.sizes import GIB, format_nbytes
@@ -32,10 +33,14 @@ _COLLECTIVE_S = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained. `batch` is a micro-batch of one rank, of which a step has `accumulate`."""
+    """What is trained. `batch` is what one rank runs forward and backward at once; a step has `accumulate` of them.
+
+    `micro_batches` are the slices in which a unit runs a batch while it is gathered.
+    """
 
     batch: int
     accumulate: int = 1
+    micro_batches: int = 1
     precision: Precision = Precision.BF16
     state_format: StateFormat = StateFormat.FP32
     schedule: Schedule = Schedule.AUTO
@@ -60,7 +65,8 @@ class PlanRequest:
     @property
     def activation_nbytes(self) -> int:
         """Of one rank, at the turn from forward to backward."""
-        return self.workload.batch * self.model.activation_nbytes(recompute=self.workload.recompute)
+        work = self.workload
+        return self.model.activation_nbytes(recompute=work.recompute, batches=work.batch, slices=work.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,8 @@ class StepPlan:
         flops_utilisation: of the GPUs' peak, counting what the model needs (no recomputation).
         balanced_tokens: tokens of a step from which on computing takes longer than everything else, when the batch
             grows; None where nothing computes.
-        wear: of the drives of one node.
+        by_drive: bytes of a step that each drive of one node reads and writes, for all its ranks, padding included.
+        wear: of the same drives.
     """
 
     request: PlanRequest
@@ -98,6 +105,7 @@ class StepPlan:
     tokens_per_s: float
     flops_utilisation: float
     balanced_tokens: float | None
+    by_drive: list[tuple[int, int]]
     wear: list[DriveWear]
 
     @property
@@ -122,7 +130,7 @@ def make_plan(request: PlanRequest, *, keep_spans: bool = False) -> StepPlan:
     others = max((s for name, s in bounds.items() if name != "compute"), default=0.0)
     compute_s = bounds["compute"]
     traffic = scenario_traffic(scenario)
-    _, written_nbytes = moved_nbytes(traffic)
+    by_drive = _by_drive(hardware, *moved_nbytes(traffic))
     return StepPlan(
         request=request,
         rank=rank,
@@ -134,8 +142,16 @@ def make_plan(request: PlanRequest, *, keep_spans: bool = False) -> StepPlan:
         tokens_per_s=tokens / step_s,
         flops_utilisation=useful / (step_s * hardware.gpu.flops_per_s),
         balanced_tokens=tokens * others / compute_s if compute_s else None,
-        wear=predict_wear(hardware.drives, written_nbytes * hardware.gpus, step_s) if hardware.drives else [],
+        by_drive=by_drive,
+        wear=predict_wear(hardware.drives, [written for _, written in by_drive], step_s),
     )
+
+
+def _by_drive(hardware: Hardware, read_nbytes: int, write_nbytes: int) -> list[tuple[int, int]]:
+    """What each drive of a node moves, from what one rank does."""
+    read, write = read_nbytes * hardware.gpus, write_nbytes * hardware.gpus
+    shares = drive_shares([drive.model for drive in hardware.drives], read, write)
+    return [(round(read * share), round(write * share)) for share in shares]
 
 
 def plan_rank(request: PlanRequest) -> RankPlan:
@@ -146,9 +162,7 @@ def plan_rank(request: PlanRequest) -> RankPlan:
     """
     model, hardware, workload = request.model, request.hardware, request.workload
     kernel = kernel_for(workload.precision, state_format=workload.state_format)
-    groups, units = rank_groups(
-        model.specs, workload.precision, kernel, has_fast_bf16=hardware.has_gpu, ranks=hardware.ranks
-    )
+    groups, units = rank_groups(model.specs, workload.precision, kernel, is_gpu=hardware.has_gpu, ranks=hardware.ranks)
     schedule, reason = _schedule(workload)
     wanted = Request(
         units=units,
@@ -178,10 +192,14 @@ def device_budget_nbytes(request: PlanRequest) -> int:
     memory, activations = request.hardware.gpu.memory_nbytes, request.activation_nbytes
     left = memory - _RESERVED_DEVICE_NBYTES - activations
     if left <= 0:
-        hint = "" if request.workload.recompute else ", recompute activations"
+        hint = ""
+        if not request.workload.recompute:
+            hint = ", or recompute activations"
+        elif request.workload.micro_batches < request.workload.batch:
+            hint = ", or cut the batch with --micro-batches"
         fitting = request.workload.batch * (memory - _RESERVED_DEVICE_NBYTES) // max(activations, 1)
         raise PlacementError(
-            f"the activations of a micro-batch of {request.workload.batch} x {request.model.seq} tokens take "
+            f"the activations of a batch of {request.workload.batch} x {request.model.seq} tokens take "
             f"{format_nbytes(activations)}, and {format_nbytes(_RESERVED_DEVICE_NBYTES)} are for libraries, but the "
             f"device has {format_nbytes(memory)}. Use a smaller batch ({fitting} at most) or a shorter sequence{hint}"
         )
@@ -201,6 +219,8 @@ def _schedule(workload: Workload) -> tuple[Schedule, str]:
     """The schedule of a workload, and why; `AUTO` where it depends on what fits."""
     if workload.schedule is not Schedule.AUTO:
         return workload.schedule, "asked for"
+    if workload.precision is Precision.FP16:
+        return Schedule.AUTO, "an overflow may skip the step, which is known only with all gradients"
     if workload.accumulate > 1:
         return Schedule.AUTO, "accumulation needs all gradients before the first update"
     return Schedule.OVERLAPPED, "auto: no accumulation, so units are updated during backward"
@@ -264,13 +284,14 @@ def make_scenario(request: PlanRequest, rank: RankPlan) -> Scenario:
 def _times(request: PlanRequest, units: Sequence[Unit]) -> dict[int, UnitTime]:
     model, workload, flops_per_s = request.model, request.workload, request.hardware.flops_per_s
     backward = BACKWARD_FLOPS + workload.recompute
+    overhead_s = request.hardware.unit_s * workload.micro_batches
     seconds = {unit.index: 0.0 for unit in units}
     last = units[-1].index
     for name, work in model.work.items():
         index = next((unit.index for unit in units if unit.name == name), last)
         if name == RESIDENT_NAME:
             index = next((unit.index for unit in units if unit.resident), last)
-        seconds[index] += work.forward_flops * workload.batch / flops_per_s + request.hardware.unit_s
+        seconds[index] += work.forward_flops * workload.batch / flops_per_s + overhead_s
     return {index: UnitTime(each, each * backward) for index, each in seconds.items()}
 
 

@@ -15,27 +15,28 @@ from infinity.optim.hyper import Kernel
 from infinity.units import Owned, UnitSpec
 
 _UNLIMITED_NBYTES = 1 << 62
+_GPU_DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}  # else fp32, as on CPUs
 
 
 class PlannedDevice(CpuDevice):
     """Stands for the device of a plan where the engine asks what it computes in; nothing is allocated on it."""
 
-    def __init__(self, *, has_fast_bf16: bool) -> None:
+    def __init__(self, *, is_gpu: bool) -> None:
         super().__init__(_UNLIMITED_NBYTES)
-        self._has_fast_bf16 = has_fast_bf16
+        self._is_gpu = is_gpu
 
     def compute_dtype(self, precision: Precision) -> torch.dtype:
-        return torch.bfloat16 if precision is Precision.BF16 and self._has_fast_bf16 else torch.float32
+        return _GPU_DTYPES.get(precision, torch.float32) if self._is_gpu else torch.float32
 
 
 def rank_groups(
-    specs: Sequence[UnitSpec], precision: Precision, kernel: Kernel, *, has_fast_bf16: bool, ranks: int
+    specs: Sequence[UnitSpec], precision: Precision, kernel: Kernel, *, is_gpu: bool, ranks: int
 ) -> tuple[list[FlatGroup], list[Unit]]:
     """The engine's groups and units; with several ranks, of what one of them stores.
 
     `shard_nbytes` and `layout` are this rank's part, `flat_nbytes` the whole that is gathered on the device.
     """
-    device = PlannedDevice(has_fast_bf16=has_fast_bf16)
+    device = PlannedDevice(is_gpu=is_gpu)
     groups, units = make_groups(specs, precision, kernel, device)
     if ranks == 1:
         return groups, units

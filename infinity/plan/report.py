@@ -35,6 +35,7 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
             "seq": request.model.seq,
             "batch": request.workload.batch,
             "accumulate": request.workload.accumulate,
+            "micro_batches": request.workload.micro_batches,
             "precision": request.workload.precision.value,
             "recompute": request.workload.recompute,
             "ranks": request.hardware.ranks,
@@ -70,17 +71,20 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def _traffic_json(plan: StepPlan) -> dict[str, int]:
-    counts = {"nvme_read_bytes": plan.traffic.read_nbytes, "nvme_write_bytes": plan.traffic.write_nbytes}
+def _traffic_json(plan: StepPlan) -> dict[str, Any]:
+    counts: dict[str, Any] = {
+        "nvme_read_bytes": plan.traffic.read_nbytes,
+        "nvme_write_bytes": plan.traffic.write_nbytes,
+    }
     for kind in _KINDS:
         part = getattr(plan.traffic, kind)
         counts[f"nvme_read_bytes/{kind}"] = part.read_nbytes
         counts[f"nvme_write_bytes/{kind}"] = part.write_nbytes
-    drives = max(len(plan.request.hardware.drives), 1)
-    gpus = plan.request.hardware.gpus
-    counts["nvme_read_bytes_per_drive"] = plan.traffic.read_nbytes * gpus // drives
-    counts["nvme_write_bytes_per_drive"] = plan.traffic.write_nbytes * gpus // drives
-    return counts
+    by_drive = {
+        "nvme_read_bytes_per_drive": [read for read, _ in plan.by_drive],
+        "nvme_write_bytes_per_drive": [written for _, written in plan.by_drive],
+    }
+    return counts | by_drive
 
 
 def change_json(change: Change, base: StepPlan | None = None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import asyncio
 from dataclasses import dataclass, field
 from functools import partial
 
-from infinity.plan.drives import Moved
 from infinity.plan.scenario import Scenario
+from infinity.plan.simulated_drives import Moved
 from infinity.plan.timeline import Span
 from infinity.plan.training_thread import TrainingThread
 from infinity.plan.virtual import PlanLoop

@@ -31,13 +31,9 @@ class DriveWear:
     warning: str
 
 
-def predict_wear(drives: Sequence[Drive], written_nbytes: int, step_s: float) -> list[DriveWear]:
-    """Wear of every drive of a node when a step writes `written_nbytes` on all of them, spread by speed."""
-    speeds = [drive.model.read_bytes_per_s + drive.model.write_bytes_per_s for drive in drives]
-    return [
-        _wear(drive, round(written_nbytes * speed / sum(speeds)), step_s)
-        for drive, speed in zip(drives, speeds, strict=True)
-    ]
+def predict_wear(drives: Sequence[Drive], written_nbytes: Sequence[int], step_s: float) -> list[DriveWear]:
+    """Wear of every drive of a node, of which a step writes `written_nbytes`, by drive."""
+    return [_wear(drive, nbytes, step_s) for drive, nbytes in zip(drives, written_nbytes, strict=True)]
 
 
 def steps_to_rating(drive: Drive, written_per_step_nbytes: float) -> float | None:

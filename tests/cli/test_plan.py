@@ -32,7 +32,7 @@ def test_a_plan_shows_fit_traffic_time_and_wear(tmp_path: Path) -> None:
     assert prediction["step_seconds"] >= prediction["bound_seconds"] == max(prediction["bounds"].values())
     assert {"what", "fits"} <= set(report["changes"][0])
     wear = report["wear"][0]
-    written = report["traffic"]["nvme_write_bytes_per_drive"]
+    (written,) = report["traffic"]["nvme_write_bytes_per_drive"]
     assert wear["steps_to_rating"] == pytest.approx(600e12 / written, rel=0.01)
 
 
@@ -129,6 +129,8 @@ def test_a_cluster_of_64_nodes_and_ten_trillion_parameters_is_planned(tmp_path: 
         (("--preset", "8b"), "unknown; allowed"),
         (("--precision", "fp8"), "allowed: fp32, bf16"),
         (("--schedule", "overlapped", "--accumulate", "2"), "contradicts"),
+        (("--schedule", "overlapped", "--precision", "fp16"), "contradicts"),
+        (("--batch", "2", "--micro-batches", "4"), "cannot be cut"),
         (("--host-memory", "lots"), "cannot read"),
         (("--sweep", "colour=1..2"), "NAME one of"),
         (("--sweep", "drives=4..1"), "not above the last"),

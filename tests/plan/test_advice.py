@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
+from infinity.config import Precision, Schedule
 from infinity.errors import PlacementError
 from infinity.models.gpt import GptShape
-from infinity.plan.advice import nearest_that_works
+from infinity.plan.advice import nearest_that_works, search, sweep, what_to_change
 from infinity.plan.hardware import Hardware, gpu_named, parse_drives
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, Workload, make_plan
@@ -24,11 +26,11 @@ def model() -> ModelPlan:
 
 
 def request(
-    *, device_nbytes: int = 24 * GIB, host_nbytes: int = 5 * GIB, drive: str = "", batch: int = 4
+    *, device_nbytes: int = 24 * GIB, host_nbytes: int = 5 * GIB, drive: str = "", batch: int = 4, **work: Any
 ) -> PlanRequest:
     gpu = replace(gpu_named("rtx4090"), memory_nbytes=device_nbytes)
     hardware = Hardware(gpu, parse_drives([drive] if drive else []), host_nbytes)
-    return PlanRequest(model(), hardware, Workload(batch=batch))
+    return PlanRequest(model(), hardware, Workload(batch=batch, **work))
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,55 @@ def test_the_nearest_plan_is_the_least_change(wanted: PlanRequest, expected: str
     nearest = nearest_that_works(wanted)
     assert nearest is not None and nearest.plan is not None
     assert re.fullmatch(expected, nearest.what), nearest.what
+
+
+def test_slices_of_one_batch_read_less_than_batches_that_are_added_up() -> None:
+    least = int(model().parameters * 5)
+    apart = request(drive="0.5:0.3", batch=2, accumulate=4, schedule=Schedule.SYNCHRONOUS, host_budget_nbytes=least)
+    (change,) = [each for each in what_to_change(apart) if "--micro-batches" in each.what]
+    assert change.what == "--batch 8 --micro-batches 4 --accumulate 1"
+    together, before = change.plan, make_plan(apart)
+    assert together is not None
+    assert together.request.tokens_per_step == before.request.tokens_per_step
+    # Four forwards and backwards read the parameters; the update reads state once in both.
+    assert before.traffic.param.read_nbytes > 2.5 * together.traffic.param.read_nbytes > 0
+    assert before.traffic.state.read_nbytes == together.traffic.state.read_nbytes
+    assert together.step_s < before.step_s
+
+
+def test_slices_keep_the_activations_of_one_slice_where_they_are_recomputed() -> None:
+    whole, sliced = (request(batch=8, micro_batches=n).activation_nbytes for n in (1, 8))
+    of_a_block = max(work.saved_nbytes for name, work in model().work.items() if name.startswith("blocks"))
+    assert whole - sliced == 7 * of_a_block
+    kept = [request(batch=8, micro_batches=n, recompute=False).activation_nbytes for n in (1, 8)]
+    assert kept[0] == kept[1] > whole
+
+
+def test_a_search_cuts_what_is_too_large_for_the_device() -> None:
+    whole = request(drive="3:2", batch=8)
+    need = [replace(whole, workload=replace(whole.workload, micro_batches=n)).activation_nbytes for n in (1, 8)]
+    least = make_plan(whole).rank.placement.device_minimum_nbytes
+    tight = request(device_nbytes=GIB + need[1] + least, drive="3:2", batch=8)
+    assert need[0] > need[1]
+    names = [change.what for change in search(tight) if change.plan is not None]
+    assert any(name.startswith("--batch 8 --micro-batches 8 --accumulate 1") for name in names)
+    assert not any(name.startswith("--batch 8 --accumulate 1 ") for name in names)
+
+
+def test_what_may_skip_a_step_is_not_updated_during_backward() -> None:
+    half = request(drive="3:2", precision=Precision.FP16)
+    plan = make_plan(half)
+    assert plan.rank.placement.schedule is not Schedule.OVERLAPPED
+    names = [change.what for change in (*what_to_change(half), *search(half))]
+    assert not any("--schedule overlapped" in name for name in names)
+    # Gathered in 16 bits, as on a GPU.
+    whole = make_plan(request(drive="3:2", precision=Precision.FP32))
+    assert 2 * max(g.flat_nbytes for g in plan.rank.groups) == max(g.flat_nbytes for g in whole.rank.groups)
+
+
+def test_accumulation_is_swept_with_a_schedule_that_allows_it() -> None:
+    swept = sweep(request(drive="3:2", schedule=Schedule.OVERLAPPED), "accumulate=1..2")
+    first, second = (point.plan for point in swept.points)
+    assert first is not None and second is not None
+    assert first.rank.placement.schedule is Schedule.OVERLAPPED
+    assert second.rank.placement.schedule is not Schedule.OVERLAPPED

@@ -38,6 +38,17 @@ def test_the_same_scenario_gives_the_same_numbers_to_the_byte() -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("spare_pages", [0, 40, 400])
+def test_a_durable_step_writes_what_host_memory_keeps_too(schedule: Schedule, spare_pages: int) -> None:
+    scenario = make_scenario(EIGHT, schedule=schedule, spare_nbytes=spare_pages * PAGE_NBYTES)
+    durable = replace(scenario, placement=replace(scenario.placement, is_durable=True))
+    result = simulate(durable)
+    assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(durable))
+    gradients = result.traffic.get("write/grad", 0)
+    assert result.write_nbytes - gradients == sum(group.shard_nbytes * 2 for group in scenario.groups)  # and its state
+
+
 def test_with_everything_in_host_memory_a_step_computes_and_waits_for_links_only() -> None:
     speeds = Speeds(h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, kernel_s=1e-15)
     scenario = make_scenario(EIGHT, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
@@ -54,8 +65,9 @@ def test_a_slow_drive_binds() -> None:
 
 
 def test_a_second_drive_makes_what_binds_faster() -> None:
-    one = make_scenario(EIGHT, drives=[DriveModel(1e7, 1e7)], spare_nbytes=40 * PAGE_NBYTES)
-    two = replace(one, drives=[DriveModel(1e7, 1e7)] * 2)
+    shapes = [UnitShape((256,)) for _ in range(8)]  # of 4 MiB: every drive holds a part of each shard
+    one = make_scenario(shapes, drives=[DriveModel(1e8, 1e8)], spare_nbytes=40 * 64 * PAGE_NBYTES)
+    two = replace(one, drives=[DriveModel(1e8, 1e8)] * 2)
     assert simulate(one).step_s / simulate(two).step_s == pytest.approx(2.0, rel=0.05)
 
 

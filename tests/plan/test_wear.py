@@ -7,18 +7,22 @@ import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import infinity
 from infinity.config import NvmeConfig, WearAction, WearBudget
 from infinity.errors import ConfigError
+from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.plan.drive_counters import DriveCount, count_written, parse_smart
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import DRIVES, parse_drives
 from infinity.plan.ledger import LedgerError, WearLedger, default_ledger_path
 from infinity.plan.wear import predict_wear, steps_to_rating
 from infinity.plan.wear_guard import Verdict, WearGuard
+from infinity.wear import WearWatch
 from storage.devices import identify_device
 from tests.cli.command import call, train_report
 
@@ -39,9 +43,9 @@ def test_steps_to_the_rating(billions: int, written_per_parameter: int, enduranc
     assert steps == pytest.approx(expected, rel=0.05)
 
 
-def test_wear_is_divided_between_drives_and_counted_per_thousand_steps() -> None:
+def test_wear_is_counted_per_thousand_steps() -> None:
     drives = parse_drives(["2x7:3:4TB:1000TBW"])
-    rows = predict_wear(drives, 2 * TB, step_s=86.4)
+    rows = predict_wear(drives, [TB, TB], step_s=86.4)
     assert [row.written_per_step_nbytes for row in rows] == [TB, TB]
     assert rows[0].share_per_1000_steps == pytest.approx(1.0)
     assert rows[0].steps_to_rating == pytest.approx(1000)
@@ -50,13 +54,13 @@ def test_wear_is_divided_between_drives_and_counted_per_thousand_steps() -> None
 
 def test_a_step_larger_than_the_fast_cache_is_warned_of() -> None:
     drive = DRIVES["mp600elite-2tb"]
-    assert "falls to 1.5 GB/s" in predict_wear([drive], 500 * 10**9, 1.0)[0].warning
-    assert predict_wear([drive], 40 * 10**9, 1.0)[0].warning == ""
+    assert "falls to 1.5 GB/s" in predict_wear([drive], [500 * 10**9], 1.0)[0].warning
+    assert predict_wear([drive], [40 * 10**9], 1.0)[0].warning == ""
 
 
 def test_unknown_endurance_gives_no_numbers() -> None:
     drive = replace(DRIVES["990pro-4tb"], endurance_nbytes=0, model=DriveModel(1e9, 1e9))
-    row = predict_wear([drive], TB, 1.0)[0]
+    row = predict_wear([drive], [TB], 1.0)[0]
     assert (row.steps_to_rating, row.days_to_rating, row.share_per_1000_steps) == (None, None, None)
 
 
@@ -271,6 +275,16 @@ def test_a_run_enters_in_the_ledger_what_it_has_written(tmp_path: Path, monkeypa
     assert wear["source"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_run_that_fails_has_entered_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    code, _, error = call("train", "--preset", "tiny", "--steps", "3", "--nvme", swap, "--metrics", "/dev/full")
+    assert code == 1, error
+    assert WearLedger(default_ledger_path()).written_nbytes(identify_device(swap)) > 0
+
+
 def test_a_run_beyond_its_budget_stops_and_saves(tmp_path: Path) -> None:
     settings = tmp_path / "run.toml"
     settings.write_text('[nvme]\nwear_budget = "1MB"\nwear_action = "stop"\n')
@@ -310,3 +324,75 @@ def test_a_run_is_warned_or_slowed_and_goes_on(
         (pause_s,) = pauses  # none after the last step
         written_nbytes = report["wear"][0]["written_nbytes"]
         assert 0 < pause_s <= written_nbytes / 1e9 * 86_400
+
+
+# Loops of one's own --------------------------------------------------------------------------------------------------
+
+
+def train(folder: Path, steps: int, *, budget: str | None = None, action: str = "warn") -> dict[str, Any]:
+    """A small run in a loop of its own that does what it is told."""
+    told: list[str] = []
+    pauses: list[float] = []
+    config = infinity.Config(
+        precision="fp32",
+        device={"kind": "cpu", "budget": "2MiB"},
+        host={"budget": "2MiB"},
+        nvme={"paths": [folder], "wear_budget": budget, "wear_action": action},
+    )
+    model = Gpt(GptShape(layers=4, hidden=64, heads=4, seq=16))
+    init_weights(model)
+    inputs, done = torch.zeros(1, 16, dtype=torch.long), 0
+    with (
+        infinity.offload(model, config) as engine,
+        WearWatch(engine, tell=told.append, pause=pauses.append) as wear,
+    ):
+        optimizer = infinity.AdamW(model.parameters())
+        for step in range(steps):
+            model(inputs, inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            if wear.step_ended(is_last=step + 1 == steps):
+                break
+        engine.metrics()  # everything written has landed
+        (report,) = wear.report()
+        moved = sum(drive.write.nbytes for drive in engine.drives)
+    return {"told": told, "pauses": pauses, "steps": done, "report": report, "moved": moved}
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WearLedger:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return WearLedger(default_ledger_path())
+
+
+def test_a_loop_of_ones_own_enters_what_it_writes(tmp_path: Path, ledger: WearLedger) -> None:
+    run = train(tmp_path, 2)
+    assert run["steps"] == 2 and not run["told"] and not run["pauses"]
+    assert ledger.written_nbytes(identify_device(tmp_path)) == run["moved"] > 0
+    assert run["report"].ledger_nbytes == run["moved"]
+
+
+def test_a_loop_of_ones_own_is_told_to_stop(tmp_path: Path, ledger: WearLedger) -> None:
+    run = train(tmp_path, 5, budget="1kB", action="stop")
+    assert run["steps"] == 1
+    assert len(run["told"]) == 1 and "the wear budget is" in run["told"][0]
+
+
+def test_a_loop_of_ones_own_pauses_but_not_after_its_last_step(tmp_path: Path, ledger: WearLedger) -> None:
+    run = train(tmp_path, 2, budget="1MB/day", action="slow")
+    assert run["steps"] == 2
+    (pause_s,) = run["pauses"]
+    assert pause_s > 0
+    assert len(run["told"]) == 1 and "pausing between steps" in run["told"][0]
+
+
+def test_a_loop_that_fails_has_entered_what_it_wrote(tmp_path: Path, ledger: WearLedger) -> None:
+    config = infinity.Config(
+        host={"budget": "2MiB"}, device={"kind": "cpu", "budget": "2MiB"}, nvme={"paths": [tmp_path]}
+    )
+    model = Gpt(GptShape(layers=4, hidden=64, heads=4, seq=16))
+    init_weights(model)
+    with pytest.raises(RuntimeError, match="on purpose"), infinity.offload(model, config) as engine, WearWatch(engine):
+        raise RuntimeError("on purpose")
+    assert ledger.written_nbytes(identify_device(tmp_path)) > 0  # initialisation writes

@@ -1,0 +1,199 @@
+"""Drives on virtual time: a shard store whose transfers take as long as modelled drives would need.
+
+A drive is a fluid server. In each direction the transfer of the highest priority moves, at a rate that depends on
+whether something moves the other way; a more urgent transfer overtakes at once, as it does on a real queue at the next
+block. No byte is stored anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from infinity.plan.drives import DriveModel
+from infinity.plan.spread import Spread, steady_speeds
+from infinity.shard_io import SimulatedIo
+from storage.ordering import Operation
+from storage.types import Op, TrafficTag
+
+_RESOLUTION_S = 1e-9  # a transfer that would end within this has ended
+
+
+class _Piece:
+    """The part of a transfer that one drive moves."""
+
+    __slots__ = ("on_end", "remaining")
+
+    def __init__(self, nbytes: float, on_end: Callable[[], None]) -> None:
+        self.remaining = nbytes
+        self.on_end = on_end
+
+
+class DriveServer:
+    """One drive, or several alike, on the running loop's time. `busy_s` counts seconds in which a direction moved."""
+
+    def __init__(self, model: DriveModel) -> None:
+        self.model = model
+        self.busy_s = dict.fromkeys(Op, 0.0)
+        self.moved = dict.fromkeys(Op, 0.0)
+        self.both_busy_s = 0.0
+        self._queues: dict[Op, list[tuple[int, int, _Piece]]] = {op: [] for op in Op}
+        self._rates = dict.fromkeys(Op, 0.0)
+        self._slc_free = model.slc_nbytes
+        self._sequence = 0
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(self, op: Op, nbytes: float, priority: int, on_end: Callable[[], None]) -> None:
+        """Queue a piece; `on_end` is called when it has been moved."""
+        self._advance()
+        self._sequence += 1
+        heapq.heappush(self._queues[op], (priority, self._sequence, _Piece(nbytes, on_end)))
+        self._reschedule()
+
+    def _advance(self) -> None:
+        """Move what has been moved since the last time."""
+        now_s = asyncio.get_running_loop().time()
+        passed_s, self._since_s = now_s - self._since_s, now_s
+        if passed_s <= 0:
+            return
+        model = self.model
+        for op, rate in self._rates.items():
+            if rate:
+                self._queues[op][0][2].remaining -= rate * passed_s
+                self.busy_s[op] += passed_s
+                self.moved[op] += rate * passed_s
+        self.both_busy_s += passed_s if all(self._rates.values()) else 0.0
+        if model.slc_nbytes:
+            filled = self._rates[Op.WRITE] - model.write_bytes_per_s
+            self._slc_free = min(max(self._slc_free - filled * passed_s, 0.0), model.slc_nbytes)
+
+    def _reschedule(self) -> None:
+        """Decide what moves how fast from now on, and look again when the first of it ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        reads, writes = (bool(self._queues[op]) for op in (Op.READ, Op.WRITE))
+        read_part, write_part = self.model.utilisation() if reads and writes else (1.0, 1.0)
+        is_cached = self._slc_free > 1.0
+        write_rate = self.model.slc_write_bytes_per_s if is_cached else self.model.write_bytes_per_s
+        self._rates[Op.READ] = self.model.read_bytes_per_s * read_part if reads else 0.0
+        self._rates[Op.WRITE] = write_rate * write_part if writes else 0.0
+        ends = [self._queues[op][0][2].remaining / rate for op, rate in self._rates.items() if rate]
+        if is_cached and self._rates[Op.WRITE] > self.model.write_bytes_per_s:
+            ends.append(self._slc_free / (self._rates[Op.WRITE] - self.model.write_bytes_per_s))
+        if ends:
+            self._timer = asyncio.get_running_loop().call_later(max(min(ends), 0.0), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._advance()
+        ended = []
+        for op, rate in self._rates.items():
+            queue = self._queues[op]
+            if rate and queue[0][2].remaining <= rate * _RESOLUTION_S:
+                ended.append(heapq.heappop(queue)[2])
+        self._reschedule()
+        for piece in ended:
+            piece.on_end()
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """One finished transfer. Times in seconds of the loop."""
+
+    op: Op
+    key: str
+    offset: int
+    nbytes: int
+    tag: TrafficTag
+    submitted_s: float
+    start_s: float  # when nothing before it stood in its way
+    end_s: float
+
+
+class SimulatedDrives(SimulatedIo):
+    """A store over modelled drives. No byte is moved.
+
+    Drives alike of which each holds a part of nearly every key do the same at the same time: they are simulated once.
+
+    Args:
+        drives: one model per drive.
+        keys: with their bytes, in the order in which a store is asked for them.
+        moved_nbytes: what a step reads and writes, by which the speed of a drive is weighed.
+        keep_log: whether every transfer is noted in `log`.
+        hand_over_s: from the end of a transfer until those who wait for it know; the drive goes on meanwhile.
+    """
+
+    def __init__(
+        self,
+        drives: Sequence[DriveModel],
+        keys: Iterable[tuple[str, int]],
+        *,
+        moved_nbytes: tuple[int, int] = (1, 1),
+        keep_log: bool = False,
+        hand_over_s: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.spread = Spread(steady_speeds(drives, *moved_nbytes), keys)
+        self.servers: list[DriveServer] = []
+        self._server_of: dict[int, DriveServer] = {}  # by drive
+        for model in dict.fromkeys(drives):
+            self._serve(model, [number for number, drive in enumerate(drives) if drive == model])
+        self._latency_s = max((model.latency_s for model in drives), default=0.0)
+        self._keep_log = keep_log
+        self._hand_over_s = hand_over_s
+        self._started_s: dict[Operation, float] = {}
+        self.log: list[Moved] = []
+        self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
+
+    def _serve(self, model: DriveModel, alike: Sequence[int]) -> None:
+        together = [alike] if self.spread.is_even(alike) else [[drive] for drive in alike]
+        for drives in together:
+            server = DriveServer(model.times(len(drives)))
+            self.servers.append(server)
+            self._server_of.update(dict.fromkeys(drives, server))
+
+    def nbytes(self, op: Op, step: int) -> int:
+        """Bytes of one step in one direction."""
+        return sum(n for (way, _, at), n in self.traffic.items() if (way, at) == (op, step))
+
+    def _check_span(self, op: Op, key: str, start: int, stop: int) -> None:
+        size = self.spread.nbytes_of(key)
+        if not 0 <= start < stop <= size:
+            raise ValueError(f"{op.value} of bytes {start} to {stop} of {key}, which has {size}")
+
+    def _begin(self, operation: Operation) -> None:
+        loop = asyncio.get_running_loop()
+        self._started_s[operation] = loop.time()
+        loop.call_later(self._latency_s, self._move, operation)
+
+    def _move(self, operation: Operation) -> None:
+        start = operation.start
+        wanted: Counter[DriveServer] = Counter()
+        for drive, nbytes in self.spread.shares(operation.key, start, start + len(operation.memory)).items():
+            wanted[self._server_of[drive]] += nbytes
+        left = len(wanted)
+
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._note(operation)
+                asyncio.get_running_loop().call_later(self._hand_over_s, self._finish, operation)
+
+        for server, nbytes in wanted.items():
+            server.submit(operation.op, nbytes, int(operation.priority), ended)
+
+    def _note(self, operation: Operation) -> None:
+        """Count a transfer that has ended."""
+        tag, nbytes = operation.tag, len(operation.memory)
+        submitted_s, started_s = self._submitted_s[operation], self._started_s.pop(operation)
+        self.traffic[operation.op, tag.kind, tag.step] += nbytes
+        if self._keep_log:
+            end_s = asyncio.get_running_loop().time()
+            key, start = operation.key, operation.start
+            self.log.append(Moved(operation.op, key, start, nbytes, tag, submitted_s, started_s, end_s))
