@@ -12,12 +12,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 from rich.table import Table
 
+from infinity.bench.step_account import COMPUTE, NVME, OPTIMIZER, Activity, StepResult, activities
 from infinity.bench.step_io import StepTraffic
 from infinity.cli.bench_options import StepOptions
 from infinity.cli.console import make_console
@@ -40,42 +41,8 @@ from infinity.swap_directories import swap_directories
 from storage.drives import StorageOptions
 
 _KERNEL_NUMEL = 1 << 22
+_SHOWN_S = 5e-5
 _HYPER = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
-
-
-@dataclass(slots=True)
-class StepResult:
-    """Seconds, one value per round; what is 0 was not measured.
-
-    Attributes:
-        step_s: one step of the engine.
-        stalls_s: of it, how long the training thread waited, by cause.
-        alone_s: what each resource needed by itself.
-    """
-
-    step_s: list[float] = field(default_factory=list)
-    stalls_s: dict[str, list[float]] = field(default_factory=dict)
-    alone_s: dict[str, list[float]] = field(default_factory=dict)
-
-    def bounds_s(self) -> dict[str, float]:
-        """Medians by resource, largest first."""
-        bounds = {name: statistics.median(values) for name, values in self.alone_s.items() if values}
-        return dict(sorted(bounds.items(), key=lambda item: -item[1]))
-
-    def to_json(self) -> dict[str, Any]:
-        """Medians, ranges, and the account of the difference, which adds up to it."""
-        bounds = self.bounds_s()
-        bound_s, step_s = max(bounds.values()), statistics.median(self.step_s)
-        means = {cause: statistics.mean(values) for cause, values in self.stalls_s.items()}
-        mean_s = statistics.mean(self.step_s)
-        account = {"working beyond the bound": mean_s - sum(means.values()) - bound_s} | means
-        return {
-            "step_seconds": {"median": step_s, "min": min(self.step_s), "max": max(self.step_s), "all": self.step_s},
-            "bounds_seconds": bounds,
-            "binding": max(bounds, key=lambda name: bounds[name]),
-            "ratio": step_s / bound_s,
-            "difference_seconds": {"total": mean_s - bound_s, "by_cause": account},
-        }
 
 
 def run(options: StepOptions) -> None:
@@ -122,11 +89,11 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
             if drives is not None:
                 engine.metrics()  # nothing of the run is under way while the drives are measured
                 cost = drives.measure()
-                result.alone_s.setdefault("nvme", []).append(cost.elapsed_s)
+                result.alone_s.setdefault(NVME, []).append(cost.elapsed_s)
                 transfers_cpu_s.append(cost.cpu_s)
             if plain is not None:
-                result.alone_s.setdefault("compute", []).append(plain.measure())
-            result.alone_s.setdefault("optimizer", []).append(_kernel_s(engine._runtime))
+                result.alone_s.setdefault(COMPUTE, []).append(plain.measure())
+            result.alone_s.setdefault(OPTIMIZER, []).append(_kernel_s(engine._runtime))
         if plain is not None and not training.uses_cuda:
             _add_processors(result, transfers_cpu_s)
         placement = engine.plan.placement
@@ -145,7 +112,7 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
 
 def _add_processors(result: StepResult, transfers_cpu_s: Sequence[float]) -> None:
     """What has to run on the cores that compute; transfers at their best use all of them equally."""
-    together = zip(result.alone_s["compute"], result.alone_s["optimizer"], strict=True)
+    together = zip(result.alone_s[COMPUTE], result.alone_s[OPTIMIZER], strict=True)
     working_s = [sum(pair) for pair in together]
     result.alone_s["compute and optimizer on the CPU"] = working_s
     if transfers_cpu_s:
@@ -181,8 +148,12 @@ class _Steps:
         runtime = self._engine._runtime
         before, started_s = metrics_of(runtime), time.perf_counter()
         self.take(2)
-        result.step_s.append((time.perf_counter() - started_s) / 2)
+        ended_s = time.perf_counter()
+        result.step_s.append((ended_s - started_s) / 2)
         after = metrics_of(runtime)
+        self._engine.metrics()  # what was under way at the end is noted when it is over
+        found = activities(runtime.trace.events(), started_s, ended_s)
+        result.activities.append({name: Activity(one.busy_s / 2, one.waiting_s / 2) for name, one in found.items()})
         for name, value in after.items():
             if name.startswith("stall/") and name.endswith("_s") and name != "stall/total_s":
                 cause = name.removeprefix("stall/").removesuffix("_s")
@@ -248,10 +219,15 @@ def _table(report: dict[str, Any]) -> Table:
     table.add_row("step, median", f"{step['median']:.4f}  ({step['min']:.4f} to {step['max']:.4f})")
     for name, seconds in report["bounds_seconds"].items():
         table.add_row(f"{name} alone", f"{seconds:.4f}")
+    for name, seconds in report["in_step_seconds"].items():
+        table.add_row(f"{name} in the step", f"{seconds:.4f}")
+    rows: dict[str, float] = report["difference_seconds"]["by_cause"]
+    for cause, seconds in report["stalls_seconds"].items():
+        if seconds >= _SHOWN_S and cause not in rows:
+            table.add_row(f"waiting in the step: {cause}", f"{seconds:.4f}")
     table.add_row("step / bound", f"{report['ratio']:.3f}  ({report['binding']} binds)", style="bold")
-    rows: Sequence[tuple[str, float]] = list(report["difference_seconds"]["by_cause"].items())
-    for cause, seconds in rows:
-        if abs(seconds) >= 5e-5:
+    for cause, seconds in rows.items():
+        if abs(seconds) >= _SHOWN_S:
             table.add_row(f"  beyond: {cause}", f"{seconds:+.4f}")
     table.add_row("  together (of the mean)", f"{report['difference_seconds']['total']:+.4f}")
     return table

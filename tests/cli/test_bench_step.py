@@ -21,6 +21,7 @@ def test_a_step_beside_its_bound(tmp_path: Path, schedule: str) -> None:
     swap.mkdir()
     code, output, error = call("bench", "step", *SMALL, "--nvme", swap, "--schedule", schedule, "--json", target)
     assert code == 0, error
+    assert "compute in the step" in output and "nvme in the step" in output
     for text in ("step, median", "nvme alone", "compute alone", "optimizer alone", "step / bound", "together"):
         assert text in output
     report = json.loads(target.read_text())
@@ -33,6 +34,10 @@ def test_a_step_beside_its_bound(tmp_path: Path, schedule: str) -> None:
     assert report["transfers_cpu_seconds"] > 0
     difference = report["difference_seconds"]
     assert sum(difference["by_cause"].values()) == pytest.approx(difference["total"])
+    mean_s = sum(report["step_seconds"]["all"]) / 2
+    in_step = report["in_step_seconds"]
+    assert in_step["compute"] + sum(report["stalls_seconds"].values()) == pytest.approx(mean_s)
+    assert all(0 < in_step[name] <= mean_s for name in ("compute", "nvme", "optimizer"))
     assert report["nvme_read_bytes"] > 0
     assert list(swap.iterdir()) == []
 
