@@ -40,7 +40,14 @@ td:first-child { white-space: nowrap }
 td.number, th.number { text-align: right; white-space: nowrap }
 pre { overflow-x: auto; border: 1px solid var(--line); border-radius: .5rem; padding: .75rem; font-size: .85rem;
       background: var(--raised) }
-summary { cursor: pointer } details { margin: .5rem 0 }
+summary { cursor: pointer } details { margin: .5rem 0 } ul { margin: .25rem 0; padding-left: 1.2rem }
+@media (max-width: 37.5rem) { /* the last column, which is words, goes below its row */
+  th, td { padding: .3rem .25rem; font-size: .8rem } td:first-child { white-space: normal }
+  table.words tr { display: grid; grid-template-columns: 1fr 5rem 5.7rem; border-bottom: 1px solid var(--line) }
+  table.words :is(th, td) { border: 0 } table.words th:last-child { display: none }
+  table.words td:last-child { grid-column: 1 / -1; color: var(--soft); padding-top: 0 }
+  table.words td:last-child:empty { display: none }
+}
 @media print { nav { display: none } figure { break-inside: avoid } }
 """
 # Colours follow the page; keys move and zoom a figure that has the focus, and the wheel zooms only there: elsewhere it
@@ -50,12 +57,14 @@ const root = getComputedStyle(document.documentElement);
 const colour = name => root.getPropertyValue(name).trim();
 const isAxis = name => /^[xy]axis[0-9]*$/.test(name);
 function look(layout, width) {
+  const narrow = width < 600;
   const ink = colour('--ink'), line = colour('--line'), soft = colour('--soft');
   const result = Object.assign({}, layout, {
     paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)', autosize: true, dragmode: 'pan',
-    font: {color: ink, family: 'system-ui, sans-serif', size: width < 600 ? 10 : 12},
-    margin: {l: 60, r: 20, t: 20, b: 60}, hoverlabel: {namelength: -1},
-    legend: {orientation: 'h', x: 0, y: 1.02, yanchor: 'bottom'},
+    font: {color: ink, family: 'system-ui, sans-serif', size: narrow ? 10 : 12},
+    margin: {l: narrow ? 44 : 60, r: narrow ? 10 : 20, t: 20, b: 60}, hoverlabel: {namelength: -1},
+    legend: Object.assign({orientation: 'h', x: 0, y: 1.02, yanchor: 'bottom'},
+      narrow ? {entrywidth: 0.48, entrywidthmode: 'fraction'} : {}),
     shapes: (layout.shapes || []).map(
       one => Object.assign({}, one, {line: Object.assign({}, one.line, {color: soft, width: 1})})),
     annotations: (layout.annotations || []).map(

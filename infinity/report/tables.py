@@ -65,7 +65,8 @@ def stalls(record: RunRecord) -> str:
     rest_row = (_key(SERIES[0]) + "everything else", *_seconds(rest, total_s), "")
     head = ("waited for", ("seconds", "number"), ("of all steps", "number"), "what removes it")
     caption = f"<p>{len(run['step_seconds']):,} steps, {total_s:,.2f} s: the training thread's waits by cause.</p>"
-    return f'{caption}<div class="time" aria-hidden="true">{bar}</div>{_table(head, [*rows, rest_row])}'
+    table = _table(head, [*rows, rest_row], kind="words")
+    return f'{caption}<div class="time" aria-hidden="true">{bar}</div>{table}'
 
 
 def prediction(record: RunRecord) -> str:
@@ -92,9 +93,10 @@ def prediction(record: RunRecord) -> str:
 
 def wear(record: RunRecord) -> str:
     """What the run wrote to each drive, and what that means for its life."""
-    worn = record.run.get("wear", [])
-    rows = [(escape(str(one.get("device", ""))), escape(str(one.get("text", "")))) for one in worn]
-    return _table(("drive", "wear"), rows) if rows else "<p>Nothing was written to drives, or it was not recorded.</p>"
+    told = [str(one.get("text", "")) for one in record.run.get("wear", [])]
+    if not told:
+        return "<p>Nothing was written to drives, or it was not recorded.</p>"
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in told) + "</ul>"
 
 
 def settings(record: RunRecord) -> str:
@@ -135,11 +137,11 @@ def _spaced(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> str:
-    """Cells are HTML already."""
+def _table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]], *, kind: str = "numbers") -> str:
+    """Cells are HTML already. Of the kind "words" the last column is sentences."""
     top = "".join(_cell("th", cell) for cell in head)
     body = "".join("<tr>" + "".join(_cell("td", cell) for cell in row) + "</tr>" for row in rows)
-    table = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table class={kind!r}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="scroll" tabindex="0">{table}</div>'
 
 

@@ -302,11 +302,25 @@ def test_every_stall_has_a_remedy() -> None:
 # In a browser --------------------------------------------------------------------------------------------------
 
 
-def browse(folder: Path, html: str, *options: str, script: str = "") -> tuple[str, list[str]]:
-    """The page after its scripts, and what they wrote to the console."""
+# A browser's own window is never narrower than 500 pixels, so the page lies in a frame. Its script says what it found.
+FRAME = """<!DOCTYPE html><body style="margin: 0"><script>
+    addEventListener('message', event => { document.title = event.data; });
+    </script><iframe src="page.html" style="width: %dpx; height: 800px; border: 0"></iframe></body>"""
+SAY = "const say = text => parent.postMessage(text, '*');"
+
+
+def browse(
+    folder: Path, html: str, *options: str, script: str = "", width_px: int | None = None
+) -> tuple[str, list[str]]:
+    """The page after its scripts, or the frame of this width that it was shown in, and what was written to the console.
+
+    A script that knows nothing of frames sets the title of the page.
+    """
     assert BROWSER is not None
-    (folder / "page.html").write_text(html.replace("</body>", f"<script>{script}</script></body>"))
-    target = ["--dump-dom", (folder / "page.html").as_uri()]
+    page_file, shown = folder / "page.html", folder / "frame.html"
+    page_file.write_text(html.replace("</body>", f"<script>{SAY}{script}</script></body>"))
+    shown.write_text(FRAME % (width_px or 0))
+    target = ["--dump-dom", (shown if width_px else page_file).as_uri()]
     command = [BROWSER, *_QUIET, f"--user-data-dir={folder / 'profile'}", *options, *target]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True, env=os.environ)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
@@ -316,28 +330,34 @@ def browse(folder: Path, html: str, *options: str, script: str = "") -> tuple[st
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("n_steps", "options"),
+    ("n_steps", "width_px", "options"),
     [
-        (3, ["--window-size=1200,900"]),
-        (3, ["--window-size=1200,900", "--blink-settings=preferredColorScheme=0"]),  # dark
-        (3, ["--window-size=360,800"]),
-        (10_000, ["--window-size=1200,900"]),
-        (0, ["--window-size=1200,900"]),
+        (3, 1200, []),
+        (3, 1200, ["--blink-settings=preferredColorScheme=0"]),  # dark
+        (3, 360, []),
+        (10_000, 1200, []),
+        (0, 1200, []),
     ],
     ids=["light", "dark", "narrow", "10,000 steps", "empty"],
 )
-def test_a_browser_draws_every_figure_without_an_error(tmp_path: Path, n_steps: int, options: list[str]) -> None:
+def test_a_browser_draws_every_figure_without_an_error(
+    tmp_path: Path, n_steps: int, width_px: int, options: list[str]
+) -> None:
+    """Inside the window's width, tables too."""
     html = page(record_of(n_steps))
     measure = """setTimeout(() => {
-        const wide = [...document.querySelectorAll('figure')].filter(figure =>
+        const figures = [...document.querySelectorAll('figure')];
+        const wide = figures.filter(figure =>
             figure.querySelector('.main-svg').getBoundingClientRect().width > figure.clientWidth + 1);
-        const page = document.documentElement.scrollWidth - window.innerWidth;
-        document.title = wide.length || page > 0 ? `too wide: ${wide.map(figure => figure.id)} ${page}` : 'fits';
+        const tables = [...document.querySelectorAll('table')].filter(table =>
+            table.scrollWidth > table.parentElement.clientWidth + 1);
+        const over = Math.max(document.documentElement.scrollWidth - innerWidth, 0);
+        say(`${innerWidth} px, ${figures.length} figures, ${wide.length + tables.length} too wide, ${over} over`);
     }, 3000);"""
-    drawn, console = browse(tmp_path, html, *options, script=measure)
+    drawn, console = browse(tmp_path, html, "--window-size=1300,900", *options, script=measure, width_px=width_px)
     assert console == []
-    assert drawn.count('class="main-svg"') >= html.count("<figure")
-    assert "<title>fits</title>" in drawn
+    (said,) = re.findall("<title>(.*)</title>", drawn)
+    assert said == f"{width_px} px, {html.count('<figure')} figures, 0 too wide, 0 over"
 
 
 @needs_browser
