@@ -37,8 +37,15 @@ def choice(kind: type[_E]) -> Callable[[object], _E]:
 
 
 def path(value: object) -> object:
-    """Text as a `Path`."""
-    return Path(value) if isinstance(value, str) else value
+    """Text as a `Path`; "~" is the user's home."""
+    return _expanded(value) if isinstance(value, str | Path) else value
+
+
+def _expanded(given: str | Path) -> Path:
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{given}: {error}; write it out") from None
 
 
 def _is_path(value: object) -> bool:
@@ -46,13 +53,13 @@ def _is_path(value: object) -> bool:
 
 
 def paths(value: object) -> object:
-    """One path or a list of paths, as a tuple of distinct `Path`s; `None` stays."""
+    """One path or a list of paths, as a tuple of distinct `Path`s, "~" being the user's home; `None` stays."""
     if value is None:
         return None
     items = [value] if isinstance(value, str | Path) else value
     if not isinstance(items, list | tuple) or not items or not all(_is_path(i) for i in items):
         raise ValueError("allowed: a directory or a list of at least one, or leave it out for a temporary directory")
-    found = tuple(Path(item) for item in items)
+    found = tuple(map(_expanded, items))
     if len(set(found)) < len(found):
         raise ValueError("a directory is listed twice; allowed: distinct directories, one per drive")
     return found

@@ -59,6 +59,15 @@ def test_everything_given_as_people_write_it(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
+def test_a_tilde_is_the_users_home_and_no_folder_of_this_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = Config(nvme={"paths": ["~/a", Path("~/b")], "io_log": "~/log"}, device={"kind": "fake", "path": "~/gpu"})
+    assert config.nvme.paths == (tmp_path / "a", tmp_path / "b")
+    assert (config.nvme.io_log, config.device.path) == (tmp_path / "log", tmp_path / "gpu")
+    with pytest.raises(ConfigError, match="listed twice"):
+        Config(nvme={"paths": ["~/a", tmp_path / "a"]})
+
+
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
@@ -83,6 +92,7 @@ def test_everything_given_as_people_write_it(tmp_path: Path) -> None:
         (lambda: Config(nvme={"paths": []}), ["nvme.paths = []", "at least one"]),
         (lambda: Config(nvme={"paths": [""]}), ["nvme.paths = ['']"]),
         (lambda: Config(nvme={"paths": ["/a", "/a/"]}), ["listed twice"]),
+        (lambda: Config(nvme={"paths": ["~nobody-of-this-name/a"]}), ["~nobody-of-this-name/a", "write it out"]),
         (lambda: Config(nvme={"block_nbytes": 1000}), ["nvme: block_nbytes = 1000", "4096"]),
         (lambda: Config(nvme={"io_timeout_s": 0}), ["nvme.io_timeout_s = 0"]),
         (lambda: Config(nvme={"io_timeout_s": float("inf")}), ["nvme.io_timeout_s = inf"]),
