@@ -74,7 +74,7 @@ def place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
         copy.begin_read(HostBlock(lease), Ticket.completed(group.key))
         copy.landed()
         if copy.is_stored:
-            write(runtime, group, lease.memory, 0, group.layout.payload_numel)
+            write(runtime, group, lease.memory, 0, group.shard_payload_nbytes)
         return
     with lease:
         write(runtime, group, lease.memory, 0, group.shard_payload_nbytes)

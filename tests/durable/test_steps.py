@@ -78,6 +78,14 @@ def check_continued(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert found == losses
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_initial_values_count_what_they_wrote(tmp_path: Path, budget: str) -> None:
+    """Also those of shards that have a place in host memory and are stored besides."""
+    with infinity.offload(build(Net), durable(tmp_path, host={"budget": budget})) as engine:
+        expected = sum(group.shard_payload_nbytes for group in engine._runtime.groups)
+        assert engine.traffic.initialisation["nvme_write_bytes"] == expected
+
+
 @pytest.mark.parametrize("drives", [1, 2])
 @pytest.mark.parametrize("loop", ["notes", "forwards"])
 def test_one_transaction_and_one_sync_per_drive_and_step(
