@@ -64,11 +64,13 @@ class InfinityTrainer(transformers.Trainer, Closing):  # type: ignore[misc, unus
     ) -> None:
         if model is None:
             raise ConfigError("InfinityTrainer needs a model; model_init would build one after the tiers are laid out")
+        if engine is not None and infinity_config is not None:
+            raise ConfigError("InfinityTrainer got an engine and infinity_config: an engine has settings of its own")
         _refuse_arguments(args)
-        self._owned = offload(model, infinity_config) if engine is None else None
-        held = self._owned or engine
-        assert held is not None
-        self.engine: Engine = held
+        self._owned: Engine | None = None  # by this Trainer, which closes it
+        if engine is None:
+            engine = self._owned = offload(model, infinity_config)
+        self.engine: Engine = engine
         self._held_model: Any = model
         try:
             super().__init__(model=model, args=args, **rest)

@@ -15,10 +15,9 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from infinity.init import empty_init as without_memory
 from infinity.initialisers import InitFn
 from infinity.offloading import offload
 from infinity.optim.base import OffloadedOptimizer, clip_grad_norm_
+from storage.closing import Closing
 
 _TRAINER = "lightning"  # key of the Trainer's part in a checkpoint's `extra`
 
@@ -47,7 +47,7 @@ class _EnginePrecision(Precision):  # type: ignore[misc, unused-ignore]
         clip_grad_norm_(self.main_params(optimizer), float(clip_val))
 
 
-class InfinityStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
+class InfinityStrategy(ParallelStrategy, Closing):  # type: ignore[misc, unused-ignore]
     """Offloads the `LightningModule`, and saves and resumes by streaming.
 
     A checkpoint is a folder of `Engine.save` with the Trainer's part inside: `infinity checkpoint` reads it.
@@ -316,10 +316,16 @@ class InfinityStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the shards of the checkpoint that `load_checkpoint` was given, with the optimizer's if it trains."""
+        """Load the shards of the checkpoint that `load_checkpoint` was given, with the optimizer's if it trains.
+
+        Raises:
+            ConfigError: `strict` is False.
+            CheckpointError: `load_checkpoint` has not been called, or the shards are damaged or of another model.
+        """
         if not strict:
             raise ConfigError("strict_loading=False: a checkpoint is loaded whole; use InfinityStrategy(weights=...)")
-        assert self._loading is not None
+        if self._loading is None:
+            raise CheckpointError("no checkpoint to load the parameters from: load_checkpoint(folder) comes first")
         self.engine.load(self._loading, optimizer=self._optimizer())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -338,19 +344,15 @@ class InfinityStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
 
     def close(self) -> None:
         """Give back swap files, threads and memory. Idempotent. The module's parameters are gone afterwards."""
-        if self._engine is not None:
-            self._engine.close()
+        with ExitStack() as closing:  # the process group too, whatever goes wrong with the engine
+            closing.callback(self._leave_group)
+            if self._engine is not None:
+                self._engine.close()
+
+    def _leave_group(self) -> None:
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
         self._made_group = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _on(config: Config, device: torch.device) -> Config:

@@ -181,3 +181,13 @@ def test_an_engine_that_is_there_stays_the_callers(tmp_path: Path) -> None:
 def test_a_model_is_needed() -> None:
     with pytest.raises(infinity.ConfigError, match="needs a model"):
         InfinityTrainer()
+
+
+def test_settings_beside_an_engine_are_refused(tmp_path: Path) -> None:
+    """They would be those of no engine."""
+    model = llama()
+    with (
+        infinity.offload(model, config(tmp_path)) as engine,
+        pytest.raises(infinity.ConfigError, match="an engine and infinity_config"),
+    ):
+        InfinityTrainer(model, engine=engine, infinity_config=config(tmp_path))

@@ -244,6 +244,13 @@ def test_checkpoints_of_others_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path, strategy).fit(module(), batches(), ckpt_path=tmp_path / "own")
 
 
+def test_shards_are_those_of_the_checkpoint_that_was_opened(tmp_path: Path) -> None:
+    with InfinityStrategy(config(tmp_path)) as strategy:
+        trainer(tmp_path, strategy).fit(module(), batches())
+        with pytest.raises(infinity.CheckpointError, match=r"load_checkpoint\(folder\) comes first"):
+            strategy.load_model_state_dict({})
+
+
 # Refusals ----------------------------------------------------------------------------------------------------------
 
 
