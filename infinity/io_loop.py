@@ -132,7 +132,12 @@ class IoLoop:
         for task in pending:
             task.cancel()
         if pending:
-            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+            ended, left = self._loop.run_until_complete(asyncio.wait(pending, timeout=_JOIN_TIMEOUT_S))
+            for task in ended:
+                if not task.cancelled():
+                    task.exception()  # who waits for it has been told
+            if left:
+                _log.error("%d tasks of %s do not end and are left behind", len(left), self._thread.name)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         # Not by asyncio's own way, which waits forever in Python 3.11.
         end_executor(self._executor, f"work of {self._thread.name}", _JOIN_TIMEOUT_S)

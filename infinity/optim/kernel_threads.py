@@ -53,7 +53,7 @@ class KernelThreads(Closing):
                 raise failure
 
     def close(self) -> None:
-        """Join the threads; again is harmless."""
+        """Join the threads, which end with the parts they run: kernels wait for nothing. Idempotent."""
         self._closed = True
         if self._pool is not None:
             self._pool.shutdown(wait=True)

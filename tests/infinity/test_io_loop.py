@@ -308,3 +308,27 @@ def test_a_thread_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, caplog: py
     thread = next(thread for thread in threading.enumerate() if thread.name == "infinity-io-loop")
     thread.join(WAIT_S)
     io.loop.close()
+
+
+def test_work_that_does_not_heed_the_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("infinity.io_loop._JOIN_TIMEOUT_S", 0.05)
+    io = IoLoop()
+    goes_on = asyncio.Event()
+
+    async def hold() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await forever()
+        await goes_on.wait()
+
+    io.submit(hold(), "hold")
+    monkeypatch.setattr(io.loop, "close", lambda: None)  # the test ends the task afterwards
+    settle(io)
+    with caplog.at_level(logging.ERROR):
+        io.close()
+    assert "1 tasks of infinity-io-loop do not end and are left behind" in caplog.text
+    goes_on.set()
+    io.loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(io.loop)))
+    monkeypatch.undo()
+    io.loop.close()
