@@ -207,6 +207,8 @@ def _indexed(index: Path) -> list[tuple[Path, Mapping[str, str] | None]]:
     try:
         content: Any = json.loads(index.read_text(encoding="utf-8"))
         weight_map = {str(name): str(file) for name, file in content["weight_map"].items()}
+    except OSError as error:
+        raise CheckpointError(f"cannot read {index}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(index, f"it is not an index of weights ({error!r})") from error
     by_file: dict[str, dict[str, str]] = {}

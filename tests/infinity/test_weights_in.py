@@ -363,6 +363,9 @@ def _damage(how: str, folder: Path) -> Path:
     elif how == "no index":
         (folder / "model.safetensors.index.json").write_text("[]")
         path.unlink()
+    elif how == "an index that cannot be read":
+        (folder / "model.safetensors.index.json").mkdir()
+        path.unlink()
     elif how == "a file is missing":
         _indexed(_state(Net), folder)
         path.unlink()
@@ -397,6 +400,7 @@ _DAMAGES = {
     "truncated": r"model\.safetensors is damaged",
     "nothing": r"no weights in .*pytorch_model\.bin",
     "no index": r"index\.json is damaged: it is not an index",
+    "an index that cannot be read": r"cannot read .*index\.json: Is a directory",
     "a file is missing": r"model-1\.safetensors is damaged: the file is missing",
     "not where the index says": r"model-1\.safetensors is damaged: it does not hold '",
     "twice": r"'\S+' is in several files",
