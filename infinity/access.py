@@ -65,14 +65,14 @@ class ParameterAccess:
         records = {r.chunk.start: r for r in runtime.states[group.index].records} if group.trainable else {}
         is_chunked = runtime.copies[group.index].is_chunked
         if not is_chunked:
-            runtime.gatherer.claim(group)
+            runtime.gatherer.claims.take(group)
         try:
             for span in group.shard_spans():
                 for chunk in group.layout.cut(runtime.placement.chunk_numel, span):
                     self._write_chunk(group, chunk, records.get(chunk.start))
         finally:
             if not is_chunked:
-                runtime.gatherer.unclaim(group)
+                runtime.gatherer.claims.release(group)
 
     def _write_chunk(self, group: FlatGroup, chunk: Chunk, record: Record | None) -> None:
         """The master of a changed element becomes its new value in the dtype of the shard."""

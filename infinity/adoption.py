@@ -20,8 +20,9 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from infinity.allocate import Blueprint, allocate
+from infinity.allocate import allocate
 from infinity.assemble import draw_up
+from infinity.blueprint import Blueprint
 from infinity.carry import Carry, Load
 from infinity.checkpoint.load import refuse_gathered
 from infinity.checkpoint.tiers import Span, Tiers

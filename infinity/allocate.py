@@ -8,24 +8,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
-
 from infinity.activations import Activations
+from infinity.blueprint import Blueprint
 from infinity.checkpoint.saver import Saver
 from infinity.chunked_sink import ChunkedGradientSink
-from infinity.collectives import Collectives
-from infinity.config import Config, Precision, Schedule
-from infinity.demand import Request
+from infinity.claims import Claims
+from infinity.config import Precision, Schedule
 from infinity.device_memory import DeviceMemory
-from infinity.devices.base import Device, LinkCopy
+from infinity.devices.base import LinkCopy
 from infinity.durable.committer import Committer
 from infinity.ending import end_executor
+from infinity.engine_store import create_gradient, open_store
 from infinity.gather import Gatherer
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
 from infinity.gradient_spill import GradientSpill
-from infinity.gradients import gradient_key, gradient_nbytes
-from infinity.groups import FlatGroup, Unit, backward_order
+from infinity.groups import Unit, backward_order
 from infinity.io_loop import IoLoop
 from infinity.link import LinkPatience
 from infinity.lockstep import Lockstep
@@ -33,46 +31,19 @@ from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
 from infinity.optim.group_update import GroupUpdate
-from infinity.optim.hyper import Kernel
-from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
 from infinity.passage import Passage
-from infinity.placement import Placement, budget_for_all_gradients
+from infinity.placement import budget_for_all_gradients
 from infinity.rank_gradients import RankGradientSink
 from infinity.readahead import ReadAhead
-from infinity.released import Access
 from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
-from infinity.swap_directories import swap_directories
-from infinity.swap_files import create_volatile, open_log, speeds_to_start_with, storage_options, traced
-from infinity.swap_keys import swap_keys
 from storage.budget import TierBudget
-from storage.drives import WrapBackend
-from storage.errors import SwapFullError
 from storage.pool import HostPool
 from storage.store import ShardStore
 from storage.versioned import VersionedStore
-
-
-@dataclass(frozen=True, slots=True)
-class Blueprint:
-    """Everything that is decided before anything is allocated."""
-
-    model: nn.Module
-    config: Config
-    access: Access
-    placement: Placement
-    request: Request  # what the placement was made from
-    units: Sequence[Unit]
-    groups: Sequence[FlatGroup]
-    kernel: Kernel
-    threads: KernelThreads
-    device: Device
-    collectives: Collectives | None = None  # with several ranks
-    nvme_budget_nbytes: int | None = None  # this process's part of it
-    wrap_backend: WrapBackend | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +81,7 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     stack.callback(_free_memory, made)
     stack.callback(plan.device.close)  # copies under way use the memory that is freed and unpinned next
     trace = Trace()
-    store = _open_store(plan, states, trace, stack)
+    store = open_store(plan, states, trace, stack)
     failure = Failure()
     commit_thread = ThreadPoolExecutor(1, thread_name_prefix="infinity-commit")  # starts with its first task
     stack.callback(end_executor, commit_thread, "a commit")
@@ -161,7 +132,8 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     memory = DeviceMemory(plan.device, report)
     blocks = GradientBlocks(memory, stalls)
     passage = _passage(plan, made, stalls)
-    gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, read_ahead, made.io, passage, stalls, lockstep)
+    claims = Claims(made.copies, read_ahead, made.io, stalls)
+    gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, claims, passage, stalls, lockstep)
     memory.ask(blocks.free_first, gatherer.free_ahead)
     sink = _sink(plan, made, blocks, passage, stalls, in_flight, lockstep)
     if lockstep is not None and isinstance(sink, RankGradientSink):
@@ -304,7 +276,8 @@ def _sink(
         make = partial(RankGradientSink, lockstep=lockstep)
     elif plan.placement.chunked:
         make = partial(ChunkedGradientSink, passage=passage, chunked=plan.placement.chunked)
-    spill = GradientSpill(made.store, stalls, plan.placement.spilled_gradients, partial(_create_gradient, plan, made))
+    make_room = partial(create_gradient, made.store, plan.nvme_budget_nbytes)
+    spill = GradientSpill(made.store, stalls, plan.placement.spilled_gradients, make_room)
     sink = make(
         device=plan.device,
         pool=made.pool,
@@ -321,26 +294,6 @@ def _sink(
     )
     sink.wants_peaks = plan.config.precision is Precision.FP16
     return sink
-
-
-def _create_gradient(plan: Blueprint, made: _Resources, group: FlatGroup) -> None:
-    """Space in the swap files for a gradient that was not planned to need any.
-
-    Raises:
-        SwapFullError: the disk is full, or it would be more than `nvme.budget`.
-    """
-    store, nbytes, limit_nbytes = made.store, gradient_nbytes(group), plan.nvme_budget_nbytes
-    if store is None:
-        return
-    held_nbytes = store.held_nbytes
-    if limit_nbytes is not None and held_nbytes + nbytes > limit_nbytes:
-        raise SwapFullError(
-            f"the gradient of {group.key} has to wait in the swap files for the end of backward, because its "
-            f"parameters were used outside their module, or the module several times. It takes {nbytes} bytes, and the "
-            f"swap files hold {held_nbytes} of the {limit_nbytes} that nvme.budget allows. Raise it, or use "
-            "schedule='synchronous'"
-        )
-    create_volatile(store, gradient_key(group), gradient_nbytes(group))
 
 
 def _budgets(plan: Blueprint) -> dict[str, TierBudget]:
@@ -367,42 +320,6 @@ def _copies(plan: Blueprint) -> list[HostCopy]:
         copy.keep_at_turn = copy.group.index in placement.keep_at_turn
         copy.keep_at_boundary = copy.group.index in placement.keep_at_boundary
     return copies
-
-
-def _open_store(plan: Blueprint, states: dict[int, GroupState], trace: Trace, stack: ExitStack) -> ShardStore | None:
-    nvme, placement = plan.config.nvme, plan.placement
-    if not placement.nvme_nbytes:
-        return None
-    rank = _rank_of(plan)
-    paths = stack.enter_context(swap_directories(nvme.paths, rank=rank))
-    wrap = traced(trace, open_log(nvme, rank, stack), plan.wrap_backend)
-    write_memory_nbytes = placement.pipeline_nbytes // len(paths)
-    options = storage_options(nvme, write_memory_nbytes=write_memory_nbytes, files_nbytes=plan.nvme_budget_nbytes)
-    speeds = speeds_to_start_with(nvme, paths)
-    if placement.is_durable:
-        versioned = VersionedStore.open(paths, placement.nvme_nbytes, options=options, speeds=speeds, wrap_backend=wrap)
-        stack.callback(versioned.close)
-        _create_durable(plan, states, versioned)
-        return versioned
-    store = ShardStore.open(paths, placement.nvme_nbytes, options=options, speeds=speeds, wrap_backend=wrap)
-    stack.callback(store.close)
-    for entry in swap_keys(plan.groups, states, placement):
-        store.create(entry.key, entry.nbytes)
-    return store
-
-
-def _rank_of(plan: Blueprint) -> int | None:
-    return plan.collectives.ranks.global_rank if plan.collectives is not None else None
-
-
-def _create_durable(plan: Blueprint, states: dict[int, GroupState], store: VersionedStore) -> None:
-    """The keys of a durable run, those that are there already excepted: it goes on."""
-    found = set(store.keys())
-    for entry in swap_keys(plan.groups, states, plan.placement):
-        if entry.is_volatile:
-            create_volatile(store, entry.key, entry.nbytes)
-        elif entry.key not in found:
-            store.create(entry.key, entry.nbytes, entry.dtype)
 
 
 def _free_memory(made: Sequence[Runtime]) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import psutil
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from infinity.allocate import Blueprint, allocate
+from infinity.allocate import allocate
+from infinity.blueprint import Blueprint
 from infinity.collectives import Collectives
 from infinity.config import Config, DeviceKind, Durability, Precision, Schedule
 from infinity.demand import Request
@@ -23,6 +22,7 @@ from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.grouping import make_groups
 from infinity.groups import ALONE, FlatGroup, Unit
 from infinity.init import small_staging_nbytes, staging_nbytes
+from infinity.local_share import host_budget_nbytes, told_local_size
 from infinity.materialise import FirstValues
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
@@ -36,8 +36,7 @@ from infinity.units import Kept
 from infinity.wrap_policies import units_of
 from storage.drives import WrapBackend
 
-_DEVICE_SHARE = 4  # a budget that is not given is this fraction of what is available
-_HOST_SHARE = 2
+_DEVICE_SHARE = 4  # a budget that is not given is this fraction of the memory that is available
 _NEED = "a loop may accumulate or clip, which needs all gradients"
 
 
@@ -136,11 +135,7 @@ def _connect(config: Config, ranks: Ranks | None, stack: ExitStack) -> Collectiv
 
 def _local_size(collectives: Collectives | None) -> int:
     """Processes of this job on this machine, which share its memory and drives, whoever shares this engine."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    is_job = collectives is not None or (dist.is_available() and dist.is_initialized())
-    if is_job and given.isdecimal() and int(given):
-        return int(given)
-    return collectives.local_size() if collectives is not None else 1
+    return told_local_size() or (collectives.local_size() if collectives is not None else 1)
 
 
 def _with_ranks(request: Request, config: Config, groups: Sequence[FlatGroup], collectives: Collectives) -> Request:
@@ -171,12 +166,6 @@ def _device_budget(config: Config, local_size: int) -> int:
         free_nbytes, _ = torch.cuda.mem_get_info()
         return int(free_nbytes) // 2
     return int(psutil.virtual_memory().available) // _DEVICE_SHARE // local_size
-
-
-def _host_budget(config: Config, local_size: int) -> int:
-    if config.host.budget is not None:
-        return config.host.budget // local_size
-    return int(psutil.virtual_memory().available) // _HOST_SHARE // local_size
 
 
 def _refuse_late_updates(config: Config) -> None:
@@ -216,7 +205,7 @@ def _request(
         fields=kernel.fields,
         schedule=config.schedule,
         schedule_reason="asked for",
-        host_budget_nbytes=_host_budget(config, local_size),
+        host_budget_nbytes=host_budget_nbytes(config, local_size),
         device_budget_nbytes=device.budget.limit_nbytes,
         nvme_budget_nbytes=None if config.nvme.budget is None else config.nvme.budget // local_size,
         chunk_nbytes=chunk_nbytes,

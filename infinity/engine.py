@@ -28,6 +28,7 @@ from infinity.groups import FlatGroup
 from infinity.init import fill_shards, leave_uninitialised
 from infinity.iteration import Iteration
 from infinity.materialise import FirstValues
+from infinity.meshes import local_of
 from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
 from infinity.optim.foreign import refuse_foreign_optimizers
@@ -36,7 +37,7 @@ from infinity.plan.summary import Plan
 from infinity.ranks import Ranks
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
-from infinity.tensor_parallel import TensorParallel, local_part
+from infinity.tensor_parallel import TensorParallel
 from infinity.updates import OptimizerView, Updates
 from infinity.weights.match import LoadedWeights
 from storage.drives import WrapBackend
@@ -282,7 +283,7 @@ class Engine(StatefulEngine):
         """What `parameter.grad = value` does; None forgets the gradient."""
         if value is not None:
             self._check_open()
-            self._updates.gradients.set_gradient(ref.group, ref.slot, local_part(value))
+            self._updates.gradients.set_gradient(ref.group, ref.slot, local_of(value))
         elif not self._runtime.is_closed:
             self._updates.gradients.drop_gradient(ref.group, ref.slot)
 

@@ -11,29 +11,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from enum import Enum
-from functools import partial
 
 import torch
 
+from infinity.claims import Claims
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import Device, DeviceBlock, Fence
 from infinity.errors import DeviceOutOfMemoryError
 from infinity.groups import FlatGroup
-from infinity.io_loop import IoLoop
 from infinity.layout import FlatSpan
 from infinity.lockstep import Lockstep
 from infinity.observe.shortages import hand_on_report
-from infinity.observe.stalls import StallCause, StallClock
+from infinity.observe.stalls import StallClock
 from infinity.order import Phase
 from infinity.passage import Passage
-from infinity.readahead import ReadAhead
-from infinity.residency import CopyState, HostCopy
+from infinity.residency import HostCopy
 from infinity.torch_compat import increment_version, preserve_version_counter, storage_use_count
 from infinity.views import KeptGroups
-from storage.errors import ClosedError
-from storage.types import Ticket
 
 
 class GatherState(Enum):
@@ -69,10 +65,14 @@ class Gatherer:
     Args:
         device: where flat buffers live; its budget is a ceiling.
         copies: host copies by group index.
-        read_ahead, io: the scheduler and the loop it runs on.
+        claims: on them.
         passage: brings shards here that host memory does not hold whole.
         memory: of that device.
         lockstep: where other ranks hold parts of the shards; None with one rank.
+
+    Attributes:
+        kept: groups that stay because code outside looks at their memory.
+        gathers: how often a group that was not there was made present.
     """
 
     def __init__(
@@ -81,8 +81,7 @@ class Gatherer:
         memory: DeviceMemory,
         groups: Sequence[FlatGroup],
         copies: Sequence[HostCopy],
-        read_ahead: ReadAhead,
-        io: IoLoop,
+        claims: Claims,
         passage: Passage,
         stalls: StallClock,
         lockstep: Lockstep | None = None,
@@ -92,15 +91,14 @@ class Gatherer:
         self._device = device
         self._memory = memory
         self._copies = copies
-        self._read_ahead = read_ahead
-        self._io = io
         self._stalls = stalls
         self._gatherings = [_Gathering(group) for group in groups]
         self.kept = KeptGroups(groups)
+        self.claims = claims
         self.gathers = 0
-        self.waits = {"ready": 0, "in_flight": 0, "demand": 0}
 
     def is_gathered(self, group: FlatGroup) -> bool:
+        """Whether the parameters of a group are present."""
         return self._gatherings[group.index].state is GatherState.GATHERED
 
     def gather(self, group: FlatGroup, user: Hashable, phase: Phase) -> bool:
@@ -129,15 +127,10 @@ class Gatherer:
     def upload_ahead(self, group: FlatGroup, phase: Phase) -> bool:
         """Start the upload of a group if its host copy is ready and the device has room. Never waits."""
         gathering = self._gatherings[group.index]
-        copy = self._copies[group.index]
         if gathering.state is not GatherState.RELEASED:
             return True
-        if not copy.ticket.done or not self._device.budget.free_nbytes >= group.flat_nbytes or not copy.claim():
+        if self._device.budget.free_nbytes < group.flat_nbytes or (copy := self.claims.try_take(group)) is None:
             return False
-        if not copy.ticket.done or copy.ticket.exception is not None:
-            copy.unclaim()
-            return False
-        self.waits["ready"] += 1
         self._upload(gathering, copy, phase)
         return True
 
@@ -209,6 +202,7 @@ class Gatherer:
                     closing.callback(self._leave if stays else self._free, gathering)
 
     def gathered(self) -> list[FlatGroup]:
+        """Groups that have device memory now: present, or on their way."""
         return [g.group for g in self._gatherings if g.state is not GatherState.RELEASED]
 
     def refresh(self, group: FlatGroup) -> None:
@@ -219,13 +213,13 @@ class Gatherer:
         if self._copies[group.index].is_chunked:
             self._fill_in_chunks(gathering, gathering.block)
         else:
-            copy = self.claim(group)
+            copy = self.claims.take(group)
             try:
                 fence = self._fill(gathering, gathering.block, copy)
                 self._finish(gathering)
                 self._stalls.wait_fence(fence, group.key)  # the update of the next step changes the host copy
             finally:
-                self.unclaim(group)
+                self.claims.release(group)
         increment_version(group.flat)  # a graph of before would be differentiated with the new values
         self.accept_edits(group)
 
@@ -249,30 +243,18 @@ class Gatherer:
                 buffer = torch.empty(numel, dtype=group.compute_dtype, device=self._device.torch_device)
             own = buffer[place.start : place.stop]
             offset_nbytes = place.start * group.compute_dtype.itemsize
-            copy = self.claim(group)
+            copy = self.claims.take(group)
             try:
                 fence = self._device.upload(block, copy.tensor, own, group.key, offset_nbytes=offset_nbytes)
                 self._stalls.wait_fence(fence, group.key)
             finally:
-                self.unclaim(group)
+                self.claims.release(group)
             if collectives.uses_nccl:
                 self._lockstep.gather_now(buffer, group.span_of)
             else:
                 collectives.lend(own, wanting)
         finally:
             self._memory.free(block)
-
-    def unclaim(self, group: FlatGroup) -> None:
-        """Give up a claim made with `claim`."""
-        self._io.post(self._read_ahead.consumed, group.index, Phase.BACKWARD)
-
-    def end_claims(self) -> None:
-        """An iteration was given up, perhaps between a claim and what ends it: nothing is claimed any more.
-
-        But for what the device is reading, whose claim ends with that.
-        """
-        ticket = self._io.submit(self._read_ahead.end_claims(), "claims of an iteration that was given up")
-        self._stalls.wait(ticket, StallCause.NVME_READ)
 
     def is_held(self, group: FlatGroup) -> bool:
         """Whether a `UserHold` holds the group: then edits are written back, not lost."""
@@ -296,42 +278,7 @@ class Gatherer:
         if self._copies[gathering.group.index].is_chunked:
             self._pass(gathering)
         else:
-            self._upload(gathering, self.claim(gathering.group), phase)
-
-    def claim(self, group: FlatGroup) -> HostCopy:
-        """The host copy with its bytes there, claimed: waits for an update, a read ahead, or a demand read."""
-        copy = self._updated_copy(group)
-        if copy.claim():
-            self.waits["ready" if copy.ticket.done or copy.state is not CopyState.READING else "in_flight"] += 1
-        else:
-            self.waits["demand"] += 1
-            ticket = self._io.submit(self._read_ahead.demand(group.index), f"demand of {group.key}")
-            try:
-                self._stalls.wait(ticket, StallCause.NVME_READ)
-            except BaseException:
-                ticket.add_done_callback(partial(self._drop_claim, group))
-                raise
-        if copy.state in (CopyState.READING, CopyState.FAILED):  # it may have failed since it was claimed
-            try:
-                self._stalls.wait(copy.ticket, StallCause.NVME_READ)
-            except BaseException:
-                self._io.post(self._read_ahead.consumed, group.index, Phase.FORWARD)
-                raise
-        return copy
-
-    def _drop_claim(self, group: FlatGroup, demand: Ticket) -> None:
-        """A demand is over that nobody waits for any more (Ctrl-C, a timeout): what it has claimed is given up."""
-        if demand.exception is None:
-            with suppress(ClosedError):
-                self._io.post(self._read_ahead.consumed, group.index, Phase.FORWARD)
-
-    def _updated_copy(self, group: FlatGroup) -> HostCopy:
-        """The host copy, after the last update of the group."""
-        copy = self._copies[group.index]
-        if not copy.update.done:
-            self._io.post(self._read_ahead.want, group.index)
-            self._stalls.wait(copy.update, StallCause.OPTIMIZER)
-        return copy
+            self._upload(gathering, self.claims.take(gathering.group), phase)
 
     def _pass(self, gathering: _Gathering) -> None:
         """Bring a chunked group to the device. If that fails it is released."""
@@ -343,11 +290,11 @@ class Gatherer:
         except BaseException:
             self._let_go(gathering)
             raise
-        self.waits["demand"] += 1
+        self.claims.waits["demand"] += 1
         gathering.state = GatherState.UPLOADING
 
     def _fill_in_chunks(self, gathering: _Gathering, block: DeviceBlock) -> None:
-        self._updated_copy(gathering.group).raise_lost_update()
+        self.claims.updated(gathering.group).raise_lost_update()
         with torch.no_grad(), preserve_version_counter(gathering.group.flat):
             self._passage.fill(gathering.group, block)
 
@@ -359,12 +306,12 @@ class Gatherer:
             group.allocate_flat()
             fence = self._fill(gathering, gathering.block, copy)
             gathering.state = GatherState.UPLOADING
-            self._io.post(self._read_ahead.consumed, group.index, phase, fence)
+            self.claims.end_after(group, phase, fence)
         except BaseException:  # Ctrl-C too, wherever it comes
             try:
                 self._free(gathering)
             finally:
-                self._io.post(self._read_ahead.consumed, group.index, phase)
+                self.claims.end_after(group, phase)
             raise
 
     def _fill(self, gathering: _Gathering, block: DeviceBlock, copy: HostCopy) -> Fence:

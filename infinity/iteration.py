@@ -239,7 +239,7 @@ class Iteration:
         self._used_in_forward.clear()
         self._repeats.forget()
         self._runtime.gatherer.release_all()
-        self._runtime.gatherer.end_claims()
+        self._runtime.gatherer.claims.end_all()
 
     # Gather on use ---------------------------------------------------------------------------------------------
 

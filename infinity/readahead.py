@@ -141,7 +141,7 @@ class ReadAhead:
         self.advance()
 
     async def end_claims(self) -> None:
-        """The training thread uses no copy any more; see `Gatherer.end_claims`."""
+        """The training thread uses no copy any more; see `infinity.claims.Claims.end_all`."""
         for index, copy in enumerate(self._copies):
             if copy.is_claimed and not self._read_by_device[index]:
                 self._use_over(index, Phase.FORWARD)

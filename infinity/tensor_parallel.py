@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.config import Config, Precision
 from infinity.errors import ConfigError, UnsupportedModelError
-from infinity.meshes import reduced
+from infinity.meshes import is_dtensor, local_of, reduced
 from infinity.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class _AsWhole:
         self._held: list[dict[str, nn.Parameter | None]] = []  # a module may run inside itself
 
     def install(self) -> list[RemovableHandle]:
+        """Register the hooks; the handles remove them."""
         return [
             self._module.register_forward_pre_hook(self._show),
             self._module.register_forward_hook(self._take_back, always_call=True),
@@ -96,7 +97,7 @@ class TensorParallel:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for module in model.modules():
             for attribute, parameter in module._parameters.items():
-                if parameter is not None and hasattr(parameter, "placements"):
+                if parameter is not None and is_dtensor(parameter):
                     name = names[id(parameter)]
                     self._owners.append((module, attribute, parameter))
                     self._spreads[name] = _spread_of(name, parameter)
@@ -109,7 +110,8 @@ class TensorParallel:
         """Refuse what cannot work with these parameters.
 
         Raises:
-            ConfigError: ranks would share an engine although they hold different parts of a parameter.
+            ConfigError: ranks would share an engine although they hold different parts of a parameter, or would not
+                see each other's overflows.
         """
         if self and config.precision is Precision.FP16:
             raise ConfigError(
@@ -135,7 +137,7 @@ class TensorParallel:
         for module, attribute, parameter in self._owners:
             local = locals_of.get(id(parameter))
             if local is None:
-                values: torch.Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
+                values = local_of(parameter.detach())
                 local = locals_of[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
             module._parameters[attribute] = local
             spread = self._spreads[self._names[id(parameter)]]
@@ -150,6 +152,7 @@ class TensorParallel:
             module._parameters[attribute] = parameter
 
     def remove_hooks(self) -> None:
+        """Modules compute with what they hold from now on. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -179,14 +182,6 @@ class TensorParallel:
             for number, square in zip(numbers, squares.unbind(), strict=True):
                 found[number] = square.sqrt().to(norms[number])
         return found
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
-    if not hasattr(tensor, "placements"):
-        return tensor
-    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local
 
 
 def _spread_of(name: str, parameter: Any) -> Spread:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from infinity.config import Precision
 from infinity.errors import ConfigError, UnsupportedModelError
-from infinity.meshes import reduced
+from infinity.meshes import is_dtensor, local_of, reduced
 
 _PRECISIONS = {
     torch.float32: Precision.FP32,
@@ -150,16 +150,3 @@ def any_rank_has(flag: bool, parameters: Sequence[LocalParameter]) -> bool:
         for dimension in range(mesh.ndim):
             found = reduced(found, mesh, dimension, dist.ReduceOp.MAX)
     return bool(found)
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is spread over ranks; asks without loading what plain tensors do not need."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return local

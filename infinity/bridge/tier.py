@@ -11,22 +11,22 @@ What does (clipping, looking for overflows) is a call of all ranks by its nature
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from infinity.bridge.parameters import LocalParameter, any_rank_has, local_of, local_parameters
+from infinity.bridge.parameters import LocalParameter, any_rank_has, local_parameters
 from infinity.bridge.plan import SectionSizes, StatePlan, plan_state
 from infinity.bridge.section import Section, SectionUpdate, make_sections
 from infinity.bridge.stream import Passage, RecordStream
 from infinity.checkpoint.moments import SlotState, SlotStates
 from infinity.config import Config, OptimizerKind
 from infinity.errors import ConfigError, InfinityError, IterationError
+from infinity.local_share import host_budget_nbytes, told_local_size
+from infinity.meshes import local_of
 from infinity.observe.counters import stall_counters, store_counters
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
@@ -41,7 +41,6 @@ from storage.space import DriveReport
 from storage.store import ShardStore
 
 _USED = ("host", "nvme", "chunk", "optimizer_threads")
-_HOST_SHARE = 2  # a budget that is not given is this fraction of what is available
 _STATE_DICT_STEP = -2  # the step that traffic of state_dict() and load_state_dict() belongs to
 
 
@@ -80,8 +79,8 @@ class StateTier:
             self._closing = stack.pop_all()
 
     def _allocate(self, stack: ExitStack) -> None:
-        local_size = _local_size()
-        host_nbytes = _host_nbytes(self._config, local_size)
+        local_size = told_local_size() or 1
+        host_nbytes = host_budget_nbytes(self._config, local_size)
         sizes = [
             SectionSizes(
                 section.layout,
@@ -352,19 +351,6 @@ def _refuse_settings(config: Config) -> None:
             f"{', '.join(useless)} would have no effect: the model is not offloaded, only the optimizer's state is. "
             f"Allowed in the config of an optimizer: {', '.join(_USED)}"
         )
-
-
-def _local_size() -> int:
-    """Processes on this machine, which share its memory and drives, as torchrun says."""
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    is_shared = dist.is_available() and dist.is_initialized() and given.isdecimal()
-    return max(int(given), 1) if is_shared else 1
-
-
-def _host_nbytes(config: Config, local_size: int) -> int:
-    if config.host.budget is not None:
-        return config.host.budget // local_size
-    return int(psutil.virtual_memory().available) // _HOST_SHARE // local_size
 
 
 def _open_store(

@@ -119,7 +119,7 @@ def metrics_of(runtime: Runtime) -> dict[str, float]:
     flat |= stall_counters(runtime.stalls)
     flat["readahead/reads_ahead"] = runtime.read_ahead.counts["ahead"]
     flat["readahead/reads_on_demand"] = runtime.read_ahead.counts["demand"]
-    for name, count in runtime.gatherer.waits.items():
+    for name, count in runtime.gatherer.claims.waits.items():
         flat[f"readahead/gathers_{name}"] = count
     flat["order/hits"] = runtime.order.hits
     flat["order/misses"] = runtime.order.misses
