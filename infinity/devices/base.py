@@ -75,16 +75,19 @@ class LinkStats:
             self._on_copy(LinkCopy(direction, label, nbytes, start_s, end_s))
 
     def add(self, direction: LinkDirection, label: str, nbytes: int) -> None:
+        """Count the bytes of a copy that begins."""
         kind, space, _ = label.partition(" ")
         with self._lock:
             self._nbytes[direction, kind if space else direction.value] += nbytes
 
     @property
     def h2d_nbytes(self) -> int:
+        """Bytes from the host to the device."""
         return sum(self.by_kind(LinkDirection.H2D).values())
 
     @property
     def d2h_nbytes(self) -> int:
+        """Bytes from the device to the host."""
         return sum(self.by_kind(LinkDirection.D2H).values())
 
     def by_kind(self, direction: LinkDirection) -> dict[str, int]:
@@ -129,25 +132,59 @@ class CompletedFence:
         """Return at once."""
 
 
-class Device(Protocol):
-    """The compute device. Used by the training thread; fences may be waited for by any thread."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One checked copy between host and device; what the parts are `Device.upload` and `Device.download` say.
+
+    Attributes:
+        start_s: when it was submitted, on `time.perf_counter`'s clock.
+    """
+
+    direction: LinkDirection
+    block: DeviceBlock
+    source: torch.Tensor
+    target: torch.Tensor
+    label: str
+    offset_nbytes: int
+    start_s: float = field(default_factory=time.perf_counter)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that cross: those of the host side."""
+        return (self.source if self.direction is LinkDirection.H2D else self.target).nbytes
+
+
+class Device(ABC):
+    """The compute device: memory as reservations of one budget, copies checked and counted, fences to wait for them.
+
+    Used by the training thread; fences may be waited for by any thread.
+    """
+
+    def __init__(self, budget_nbytes: int) -> None:
+        self._budget = TierBudget("device", budget_nbytes)
+        self._traffic = LinkStats()
+
+    @property
+    @abstractmethod
     def kind(self) -> DeviceKind:
         """CPU, CUDA or FAKE."""
 
     @property
+    @abstractmethod
     def torch_device(self) -> torch.device:
         """Where tensors are and kernels run."""
 
     @property
     def budget(self) -> TierBudget:
         """The ceiling of what the engine holds on the device."""
+        return self._budget
 
     @property
     def traffic(self) -> LinkStats:
         """Bytes copied so far."""
+        return self._traffic
 
+    @abstractmethod
     def compute_dtype(self, precision: Precision) -> torch.dtype:
         """The dtype of gathered parameters: bf16 for bf16 where its products are fast, else fp32."""
 
@@ -157,9 +194,11 @@ class Device(Protocol):
         Raises:
             DeviceOutOfMemoryError: need, limit, who holds what, and the budget that would do at this moment.
         """
+        return DeviceBlock(nbytes, owner, self._reserve(nbytes, owner))
 
     def free(self, block: DeviceBlock) -> None:
         """Give a block back. Idempotent. No copy may be using it."""
+        block.reservation.release()
 
     def upload(
         self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
@@ -176,7 +215,12 @@ class Device(Protocol):
             label: what is copied, for the log, errors and `traffic`.
             offset_nbytes: where in the block the target starts.
         """
+        check_copy(block, target, source, label, offset_nbytes)
+        copy = Copy(LinkDirection.H2D, block, source, target, label, offset_nbytes)
+        self._traffic.add(copy.direction, label, copy.nbytes)
+        return self._upload(copy)
 
+    @abstractmethod
     def make_ready(self, fence: Fence) -> None:
         """Order compute queued from now on after the copy; on CUDA the host does not wait."""
 
@@ -203,84 +247,20 @@ class Device(Protocol):
             accumulate: add to the target instead of overwriting it.
             offset_nbytes: where in the block the source starts.
         """
-
-    def host_register(self) -> Register | None:
-        """How to pin host memory for this device; None where that gains nothing."""
-
-    def close(self) -> None:
-        """Wait for the copies under way and give everything back. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """One checked copy between host and device; what the parts are `Device.upload` and `Device.download` say.
-
-    Attributes:
-        start_s: when it was submitted, on `time.perf_counter`'s clock.
-    """
-
-    direction: LinkDirection
-    block: DeviceBlock
-    source: torch.Tensor
-    target: torch.Tensor
-    label: str
-    offset_nbytes: int
-    start_s: float = field(default_factory=time.perf_counter)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that cross: those of the host side."""
-        return (self.source if self.direction is LinkDirection.H2D else self.target).nbytes
-
-
-class BudgetedDevice(ABC):
-    """The part that all devices share: memory as reservations of one budget, copies checked and counted."""
-
-    def __init__(self, budget_nbytes: int) -> None:
-        self._budget = TierBudget("device", budget_nbytes)
-        self._traffic = LinkStats()
-
-    @property
-    def budget(self) -> TierBudget:
-        return self._budget
-
-    @property
-    def traffic(self) -> LinkStats:
-        return self._traffic
-
-    def allocate(self, nbytes: int, owner: str) -> DeviceBlock:
-        return DeviceBlock(nbytes, owner, self._reserve(nbytes, owner))
-
-    def free(self, block: DeviceBlock) -> None:
-        block.reservation.release()
-
-    def upload(
-        self, block: DeviceBlock, source: torch.Tensor, target: torch.Tensor, label: str, *, offset_nbytes: int = 0
-    ) -> Fence:
-        check_copy(block, target, source, label, offset_nbytes)
-        copy = Copy(LinkDirection.H2D, block, source, target, label, offset_nbytes)
-        self._traffic.add(copy.direction, label, copy.nbytes)
-        return self._upload(copy)
-
-    def download(
-        self,
-        block: DeviceBlock,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        label: str,
-        *,
-        accumulate: bool,
-        offset_nbytes: int = 0,
-    ) -> Fence:
         check_copy(block, source, target, label, offset_nbytes)
         copy = Copy(LinkDirection.D2H, block, source.detach(), target, label, offset_nbytes)
         self._traffic.add(copy.direction, label, copy.nbytes)
         return self._add_to_host(copy) if accumulate else self._download(copy)
 
-    def _over(self, copy: Copy, end_s: float | None = None) -> None:
-        """A copy is over, now or at another time of `time.perf_counter`'s clock."""
-        now_s = time.perf_counter() if end_s is None else end_s
-        self._traffic.over(copy.direction, copy.label, copy.nbytes, copy.start_s, now_s)
+    def host_register(self) -> Register | None:
+        """How to pin host memory for this device; None where that gains nothing."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the copies under way and give everything back. Idempotent."""
+
+    # Parts -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _upload(self, copy: Copy) -> Fence:
@@ -294,9 +274,10 @@ class BudgetedDevice(ABC):
     def _add_to_host(self, copy: Copy) -> Fence:
         """Start a copy to the host that is added to the target."""
 
-    def host_register(self) -> Register | None:
-        """See `Device.host_register`."""
-        return None
+    def _over(self, copy: Copy, end_s: float | None = None) -> None:
+        """A copy is over, now or at another time of `time.perf_counter`'s clock."""
+        now_s = time.perf_counter() if end_s is None else end_s
+        self._traffic.over(copy.direction, copy.label, copy.nbytes, copy.start_s, now_s)
 
     def _reserve(self, nbytes: int, owner: str) -> Reservation:
         reservation = self._budget.try_reserve(nbytes, owner)

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from infinity.config import DeviceKind, Precision
-from infinity.devices.base import BudgetedDevice, CompletedFence, Copy, Fence
+from infinity.devices.base import CompletedFence, Copy, Device, Fence
 
 _FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # x86 and, last, Arm; the same names in torch and in /proc/cpuinfo
 
 
-class CpuDevice(BudgetedDevice):
+class CpuDevice(Device):
     """Computes where the shards are; every copy is over when its call returns."""
 
     @property

@@ -23,6 +23,7 @@ Autograd runs hooks on a thread of its own, whose current device may be another:
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -33,11 +34,12 @@ from dataclasses import dataclass
 import torch
 
 from infinity.config import DeviceKind, Precision
-from infinity.devices.base import BudgetedDevice, Copy, DeviceBlock, Fence, Register
+from infinity.devices.base import Copy, Device, DeviceBlock, Fence, Register
 from infinity.devices.cpu import add
 from infinity.sizes import MIB, format_nbytes
 from storage.types import Ticket
 
+_log = logging.getLogger(__name__)
 _LANDING_NBYTES = 16 * MIB
 _STAGING_NBYTES = 8 * MIB
 _N_STAGING = 2
@@ -102,7 +104,7 @@ class _Accumulation:
     ticket: Ticket
 
 
-class CudaDevice(BudgetedDevice):
+class CudaDevice(Device):
     """One CUDA device. See the notes of this module for the order of streams and the lifetime of memory."""
 
     def __init__(self, budget_nbytes: int, torch_device: torch.device | None = None) -> None:
@@ -312,10 +314,12 @@ class _Adder:
         return ticket
 
     def close(self) -> None:
-        """Finish what was submitted, then end the thread."""
+        """Finish what was submitted, then end the thread; one that hangs is left behind, and logged."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(_JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                _log.error("%s has not ended within %g s and is left behind", self._thread.name, _JOIN_TIMEOUT_S)
             self._thread = None
 
     def _run(self) -> None:
@@ -357,5 +361,5 @@ class _Adder:
 
 def _add_first(crossing: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]]) -> None:
     event, target, piece = crossing.popleft()
-    event.synchronize()
+    event.synchronize()  # on the worker, which may hang with the GPU: those who wait for the ticket do not
     add(target, piece)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from infinity.config import DeviceKind, Precision
-from infinity.devices.base import BudgetedDevice, Copy, DeviceBlock, Fence
+from infinity.devices.base import Copy, Device, DeviceBlock, Fence
 from infinity.devices.cpu import add, fill
 from infinity.sizes import MIB
 from infinity.testing.clock import Clock
@@ -41,7 +41,7 @@ class FakeBlock(DeviceBlock):
         self.region = region
 
 
-class FakeDevice(BudgetedDevice, Closing):
+class FakeDevice(Device, Closing):
     """Drives a `FakeGpu`, which it owns from now on; the budget is its capacity."""
 
     def __init__(self, gpu: FakeGpu) -> None:
@@ -82,7 +82,7 @@ class FakeDevice(BudgetedDevice, Closing):
         return _Upload(self, region, copy, source.dtype, entry.end_s)
 
     def make_ready(self, fence: Fence) -> None:
-        fence.wait()
+        fence.wait()  # for the modelled time, which is known
 
     def _download(self, copy: Copy) -> Fence:
         source, region = self._put_on_device(copy)

@@ -56,9 +56,9 @@ def _make_fake_gpu(config: DeviceConfig, budget_nbytes: int) -> FakeGpu:
         return FakeGpu(
             path,
             budget_nbytes,
-            h2d=config.h2d_bytes_per_s,
-            d2h=config.d2h_bytes_per_s,
-            latency=config.latency_s or 0.0,
+            h2d_bytes_per_s=config.h2d_bytes_per_s,
+            d2h_bytes_per_s=config.d2h_bytes_per_s,
+            latency_s=config.latency_s or 0.0,
         )
     except OSError as error:
         raise ConfigError(f"device.path = {str(path)!r}: {error.strerror or error}") from error

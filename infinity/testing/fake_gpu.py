@@ -1,4 +1,4 @@
-"""A GPU made of a file: capacity is enforced, copies take modelled time, every operation is logged.
+"""A GPU made of a file: capacity is enforced, copies take modelled time, operations are logged.
 
 It proves without a GPU that the right bytes reached the device, in the right order, within the budget.
 
@@ -18,7 +18,7 @@ import asyncio
 import os
 import tempfile
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +28,8 @@ from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.testing.clock import Clock, RealClock
 from infinity.testing.fake_pages import PAGE_NBYTES, FakeRegion, Pages, each_piece
 from storage.closing import Closing
+
+_MOST_LOGGED = 20_000
 
 
 class CopyOp(StrEnum):
@@ -71,31 +73,34 @@ class FakeGpu(Closing):
     Args:
         path: the file, which must not exist and is removed by `close()`; or a directory, for a file without a name.
         capacity: bytes, or text such as "64MiB".
-        h2d, d2h: bytes per second of the link in each direction; None: copies take no modelled time.
-        latency: seconds that every copy takes besides.
+        h2d_bytes_per_s, d2h_bytes_per_s: of the link; None: copies in that direction take no modelled time.
+        latency_s: what every copy takes besides.
         clock: time of the blocking form; default the machine's.
+        most_logged: operations that the log keeps, the newest ones: a training run goes on for hours.
     """
 
     def __init__(
         self,
         path: str | Path,
         capacity: int | str,
-        h2d: float | None = None,
-        d2h: float | None = None,
-        latency: float = 0.0,
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        latency_s: float = 0.0,
         clock: Clock | None = None,
+        *,
+        most_logged: int = _MOST_LOGGED,
     ) -> None:
         self.path = Path(path)
         self._is_named = not self.path.is_dir()
         self.capacity_nbytes = parse_nbytes(capacity)
-        self._bandwidth = {CopyOp.UPLOAD: h2d, CopyOp.DOWNLOAD: d2h}
-        self._latency_s = latency
+        self._bandwidth = {CopyOp.UPLOAD: h2d_bytes_per_s, CopyOp.DOWNLOAD: d2h_bytes_per_s}
+        self._latency_s = latency_s
         self.clock = RealClock() if clock is None else clock
         self._idle_at_s = {CopyOp.UPLOAD: 0.0, CopyOp.DOWNLOAD: 0.0}
         self._pages = Pages(self.capacity_nbytes)
         self._regions: set[FakeRegion] = set()
         self._copying: list[_Copy] = []
-        self._log: list[LogEntry] = []
+        self._log: deque[LogEntry] = deque(maxlen=most_logged)
         self._n_issued = 0
         self._peak_nbytes = 0
         self._lock = threading.Lock()
@@ -155,10 +160,12 @@ class FakeGpu(Closing):
 
     @property
     def used_nbytes(self) -> int:
+        """Bytes in use, in whole pages."""
         return self._pages.total_nbytes - self._pages.free_nbytes
 
     @property
     def peak_nbytes(self) -> int:
+        """Most bytes that were in use at a time."""
         return self._peak_nbytes
 
     def holders(self) -> dict[str, int]:
@@ -230,7 +237,7 @@ class FakeGpu(Closing):
 
     @property
     def log(self) -> tuple[LogEntry, ...]:
-        """Finished operations in the order they were issued."""
+        """The newest finished operations, in the order they were issued."""
         with self._lock:
             return tuple(sorted(self._log, key=lambda entry: entry.order))
 

@@ -44,6 +44,7 @@ class Pages:
         return tuple(spans)
 
     def give_back(self, spans: tuple[tuple[int, int], ...]) -> None:
+        """Spans of `take` are free again."""
         merged: list[tuple[int, int]] = []
         for offset, nbytes in sorted([*self._spans, *spans]):
             if merged and sum(merged[-1]) == offset:

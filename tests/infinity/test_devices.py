@@ -33,7 +33,9 @@ def fake(folder: Path) -> Device:
 
 
 def slow_fake(folder: Path) -> Device:
-    return FakeDevice(FakeGpu(folder / "gpu", BUDGET, h2d=1e6, d2h=5e5, latency=0.01, clock=VirtualClock()))
+    return FakeDevice(
+        FakeGpu(folder / "gpu", BUDGET, h2d_bytes_per_s=1e6, d2h_bytes_per_s=5e5, latency_s=0.01, clock=VirtualClock())
+    )
 
 
 @pytest.fixture(params=[cpu, fake, slow_fake])
@@ -48,7 +50,9 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Device]:
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[FakeDevice]:
     """One second per 100 bytes up, per 50 bytes down."""
-    with FakeDevice(FakeGpu(tmp_path / "gpu", BUDGET, h2d=100, d2h=50, clock=VirtualClock())) as device:
+    with FakeDevice(
+        FakeGpu(tmp_path / "gpu", BUDGET, h2d_bytes_per_s=100, d2h_bytes_per_s=50, clock=VirtualClock())
+    ) as device:
         yield device
 
 

@@ -197,7 +197,7 @@ def test_regions_never_mix(tmp_path: Path, actions: list[tuple[int, int, int]]) 
 
 def test_copies_take_modelled_time(tmp_path: Path) -> None:
     clock = VirtualClock()
-    with FakeGpu(tmp_path, 4 * PAGE, h2d=1000, d2h=500, latency=0.25, clock=clock) as gpu:
+    with FakeGpu(tmp_path, 4 * PAGE, h2d_bytes_per_s=1000, d2h_bytes_per_s=500, latency_s=0.25, clock=clock) as gpu:
         region = gpu.allocate(1000, "unit")
         gpu.upload(region, memoryview(bytes(1000)), "param")
         assert clock.now_s() == 1.25
@@ -208,7 +208,7 @@ def test_copies_take_modelled_time(tmp_path: Path) -> None:
 
 def test_started_copies_queue_per_direction_and_overlap_between(tmp_path: Path) -> None:
     clock = VirtualClock()
-    with FakeGpu(tmp_path, 4 * PAGE, h2d=100, d2h=100, clock=clock) as gpu:
+    with FakeGpu(tmp_path, 4 * PAGE, h2d_bytes_per_s=100, d2h_bytes_per_s=100, clock=clock) as gpu:
         first, second = gpu.allocate(100, "first"), gpu.allocate(100, "second")
         entries = [
             gpu.start_upload(first, memoryview(bytes(100)), "up1"),
@@ -234,6 +234,14 @@ def test_log_holds_every_operation_in_order(gpu: FakeGpu) -> None:
         (2, CopyOp.DOWNLOAD, "grad unit", 10),
         (3, CopyOp.FREE, "unit", PAGE + 1),
     ]
+
+
+def test_the_log_of_a_long_run_keeps_the_newest_operations(tmp_path: Path) -> None:
+    with FakeGpu(tmp_path / "gpu", PAGE, clock=VirtualClock(), most_logged=3) as gpu:
+        region = gpu.allocate(PAGE, "unit")
+        for number in range(5):
+            gpu.upload(region, memoryview(bytes(number)), f"upload {number}")
+        assert [(entry.order, entry.label) for entry in gpu.log] == [(n, f"upload {n - 1}") for n in (3, 4, 5)]
 
 
 def test_many_threads(gpu: FakeGpu) -> None:
@@ -271,7 +279,7 @@ def test_async_copies_overlap_only_between_directions(tmp_path: Path) -> None:
             group.create_task(gpu.download_async(regions[2], memoryview(bytearray(100)), "down2"))
         return asyncio.get_running_loop().time()
 
-    with FakeGpu(tmp_path, 4 * PAGE, h2d=100, d2h=50) as gpu:
+    with FakeGpu(tmp_path, 4 * PAGE, h2d_bytes_per_s=100, d2h_bytes_per_s=50) as gpu:
         assert run_virtual(main(gpu)) == 2.0
         assert copies(gpu) == [
             (CopyOp.UPLOAD, "up0", 0.0, 1.0),
@@ -291,7 +299,7 @@ def test_async_copy_reads_its_source_at_the_end(tmp_path: Path) -> None:
         await copy
         assert gpu.read(region) == b"evil"
 
-    with FakeGpu(tmp_path, PAGE, h2d=4) as gpu:
+    with FakeGpu(tmp_path, PAGE, h2d_bytes_per_s=4) as gpu:
         run_virtual(main(gpu))
 
 
@@ -307,7 +315,7 @@ def test_cancelled_copy_moves_nothing(tmp_path: Path) -> None:
         assert copies(gpu) == []
         gpu.free(region)
 
-    with FakeGpu(tmp_path, PAGE, h2d=4) as gpu:
+    with FakeGpu(tmp_path, PAGE, h2d_bytes_per_s=4) as gpu:
         run_virtual(main(gpu))
 
 
@@ -321,7 +329,7 @@ def test_memory_is_not_freed_under_a_copy(tmp_path: Path) -> None:
         await copy
         gpu.free(region)
 
-    with FakeGpu(tmp_path, PAGE, h2d=4) as gpu:
+    with FakeGpu(tmp_path, PAGE, h2d_bytes_per_s=4) as gpu:
         run_virtual(main(gpu))
 
 
@@ -336,7 +344,7 @@ def test_copies_that_race_are_refused(tmp_path: Path) -> None:
             await gpu.download_async(region, memoryview(bytearray(4)), "grad", offset_nbytes=3)
         await copy
 
-    with FakeGpu(tmp_path, PAGE, h2d=4) as gpu:
+    with FakeGpu(tmp_path, PAGE, h2d_bytes_per_s=4) as gpu:
         run_virtual(main(gpu))
 
 
@@ -344,7 +352,7 @@ def test_both_forms_share_a_virtual_clock(tmp_path: Path) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
-        with FakeGpu(tmp_path, PAGE, h2d=4, clock=loop.clock) as gpu:
+        with FakeGpu(tmp_path, PAGE, h2d_bytes_per_s=4, clock=loop.clock) as gpu:
             region = gpu.allocate(4, "unit")
             await gpu.upload_async(region, memoryview(b"1234"))
             gpu.upload(region, memoryview(b"5678"))

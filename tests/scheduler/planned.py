@@ -149,7 +149,9 @@ class PlannedRun:
         self._held = TierBudget("gradients", placement.gradients_nbytes)
         self._transit = TierBudget("transit", placement.transit_nbytes)
         self._pipeline_budget = TierBudget("pipeline", placement.pipeline_nbytes)
-        self.gpu = self._stack.enter_context(FakeGpu(path / "device", placement.device_minimum_nbytes, h2d=1e12))
+        self.gpu = self._stack.enter_context(
+            FakeGpu(path / "device", placement.device_minimum_nbytes, h2d_bytes_per_s=1e12)
+        )
         self._make_shards()
         self.order = AccessOrder([unit.index for unit in self.units if not unit.resident])
         self.read_ahead = ReadAhead(

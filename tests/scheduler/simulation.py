@@ -126,7 +126,9 @@ class Simulation:
         # A gradient may arrive before the one of the step before has been written behind and given back.
         self.pool = HostPool(self.window_nbytes + self.pipeline_budget.limit_nbytes + 4 * gradients)
         largest = max(group.shard_nbytes for group in self.groups)
-        self.gpu = FakeGpu(self.path / "device", self.device_nbytes or largest, h2d=1e12, d2h=1e12)
+        self.gpu = FakeGpu(
+            self.path / "device", self.device_nbytes or largest, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12
+        )
         self.order = AccessOrder(range(len(self.groups)))
         self.read_ahead = ReadAhead(
             link=LinkPatience(60.0),
