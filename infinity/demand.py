@@ -53,21 +53,31 @@ class Request:
 
 
 class Sizes:
-    """Sizes that the planner compares, by group and by unit."""
+    """Sizes that the planner compares, by group and by unit.
+
+    Attributes:
+        shard_nbytes, state_nbytes, gradient_nbytes: by group index.
+        held_gradient_nbytes: the same of gradients that are whole in host memory.
+        unit_gradients_nbytes: all of those of a unit, for every unit.
+        chunk_nbytes_per_element: of a chunk in transit: its record, its parameters and, if spilled, its gradient.
+        working_set_nbytes: most bytes of host copies in use at once.
+        uses: by group index, how often a forward gathers the group.
+    """
 
     def __init__(self, request: Request) -> None:
-        self.state_per_element = most_nbytes_per_element(request.fields)
+        self.state_nbytes_per_element = most_nbytes_per_element(request.fields)
         self.resident = {g.index for u in request.units if u.resident for g in u.groups}
         self.streamed = [g for g in request.groups if g.index not in self.resident]
-        self.shard: Mapping[int, int] = {g.index: g.shard_nbytes for g in request.groups}
-        self.state: Mapping[int, int] = {
+        self.shard_nbytes: Mapping[int, int] = {g.index: g.shard_nbytes for g in request.groups}
+        self.state_nbytes: Mapping[int, int] = {
             g.index: _state_nbytes(request, g) if g.trainable else 0 for g in request.groups
         }
-        self.gradient: Mapping[int, int] = {g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups}
+        self.gradient_nbytes: Mapping[int, int] = {
+            g.index: gradient_nbytes(g) if g.trainable else 0 for g in request.groups
+        }
         self.uses: Mapping[int, int] = count_uses(request.units)
         param_size = max((g.shard_dtype.itemsize for g in request.groups), default=4)
-        # A chunk in transit holds its record, its parameters and, if spilled, its gradient.
-        self.chunk_per_element = self.state_per_element + param_size + 4
+        self.chunk_nbytes_per_element = self.state_nbytes_per_element + param_size + 4
         self._groups_of_units = [u.groups for u in request.units]
         # Under `overlapped` copies stay from backward to their update.
         is_overlapped = request.schedule is Schedule.OVERLAPPED
@@ -82,18 +92,22 @@ class Sizes:
 
     def _choose(self, chunked: frozenset[int]) -> None:
         self.chunked = chunked
-        self.working_set = self._working_set()
-        self.held_gradient: Mapping[int, int] = {i: 0 if i in chunked else n for i, n in self.gradient.items()}
-        self.largest_gradient = max(self.held_gradient.values(), default=0)
-        self.unit_gradients = [sum(self.held_gradient[g.index] for g in groups) for groups in self._groups_of_units]
+        self.working_set_nbytes = self._working_set_nbytes()
+        self.held_gradient_nbytes: Mapping[int, int] = {
+            i: 0 if i in chunked else n for i, n in self.gradient_nbytes.items()
+        }
+        self.largest_gradient_nbytes = max(self.held_gradient_nbytes.values(), default=0)
+        self.unit_gradients_nbytes = [
+            sum(self.held_gradient_nbytes[g.index] for g in groups) for groups in self._groups_of_units
+        ]
 
-    def _working_set(self) -> int:
+    def _working_set_nbytes(self) -> int:
         """Most bytes of host copies in use at once."""
-        largest = max((self.shard[g.index] for g in self.streamed if g.index not in self.chunked), default=0)
+        largest = max((self.shard_nbytes[g.index] for g in self.streamed if g.index not in self.chunked), default=0)
         for groups in self._updated_together:
             streamed = [g for g in groups if g.index not in self.resident and g.index not in self.chunked]
-            updated = sum(self.shard[g.index] for g in streamed if g.trainable)
-            passing = max((self.shard[g.index] for g in streamed if not g.trainable), default=0)
+            updated = sum(self.shard_nbytes[g.index] for g in streamed if g.trainable)
+            passing = max((self.shard_nbytes[g.index] for g in streamed if not g.trainable), default=0)
             largest = max(largest, updated + passing)
         return largest
 

@@ -41,6 +41,9 @@ class HostDivision:
     """Divides the host budget: minimum first, then the rest in the order of usefulness.
 
     Attributes:
+        window_nbytes, gradients_nbytes, transit_nbytes, pipeline_nbytes, passage_nbytes: of the parts.
+        chunk_numel, passage_numel: elements of a chunk of the pipeline, and of one that passes host memory.
+        chunked, spilled, pinned_params, pinned_states: indices of groups; see `Placement`.
         minimum_nbytes: of this division.
         smallest_nbytes: of the one that needs least.
         whole_nbytes: of the one in which no group passes host memory in chunks.
@@ -57,18 +60,20 @@ class HostDivision:
         trainable = [g.index for g in sizes.streamed if g.trainable]
         self.chunked = sizes.chunked
         self.passage_numel = MIN_CHUNK_NUMEL
-        self.passage = self._passage_nbytes(MIN_CHUNK_NUMEL) if sizes.chunked else 0
-        self.window = sizes.working_set
+        self.passage_nbytes = self._buffers_nbytes(MIN_CHUNK_NUMEL) if sizes.chunked else 0
+        self.window_nbytes = sizes.working_set_nbytes
         if self.holds_gradients:
             self.spilled = set(trainable)
-            self.gradients = sum(sizes.gradient[i] for i in sizes.resident)
-            self.transit = max((sizes.held_gradient[i] for i in trainable), default=0)
+            self.gradients_nbytes = sum(sizes.gradient_nbytes[i] for i in sizes.resident)
+            self.transit_nbytes = max((sizes.held_gradient_nbytes[i] for i in trainable), default=0)
         else:
             self.spilled = set(sizes.chunked & set(trainable))
-            self.gradients = max(sizes.largest_gradient, sum(sizes.gradient[i] for i in sizes.resident))
-            self.transit = 0
-        self.pipeline = self._chunk_nbytes(self.chunk_numel) if trainable else 0
-        self.window = max(self.window, self._missing_for_staging())
+            self.gradients_nbytes = max(
+                sizes.largest_gradient_nbytes, sum(sizes.gradient_nbytes[i] for i in sizes.resident)
+            )
+            self.transit_nbytes = 0
+        self.pipeline_nbytes = self._chunk_nbytes(self.chunk_numel) if trainable else 0
+        self.window_nbytes = max(self.window_nbytes, self._missing_for_staging())
         self.minimum_nbytes = sum(term.nbytes for term in self.terms())
         self.smallest_nbytes = self.whole_nbytes = self.minimum_nbytes
 
@@ -77,24 +82,25 @@ class HostDivision:
         return min(smallest_chunk_numel(self._request), largest)
 
     def _chunk_nbytes(self, numel: int) -> int:
-        return numel * self._sizes.chunk_per_element
+        return numel * self._sizes.chunk_nbytes_per_element
 
-    def _passage_nbytes(self, numel: int) -> int:
+    def _buffers_nbytes(self, numel: int) -> int:
         """Buffers of so many elements, in the widest dtype that passes."""
         widest = max(GRAD_DTYPE.itemsize, *(g.shard_dtype.itemsize for g in self._request.groups))
         return PASSAGE_DEPTH * numel * widest
 
     def _missing_for_staging(self) -> int:
         """What the window adds to the parts that, empty before the first step, stage the initial values."""
-        others = self.gradients + self.transit + self.pipeline + self.passage
+        others = self.gradients_nbytes + self.transit_nbytes + self.pipeline_nbytes + self.passage_nbytes
         small_nbytes = self._request.small_staging_nbytes if self.chunked else None
         return max((self._request.staging_nbytes if small_nbytes is None else small_nbytes) - others, 0)
 
     def _pinned_nbytes(self) -> int:
-        shard, state = self._sizes.shard, self._sizes.state
+        shard, state = self._sizes.shard_nbytes, self._sizes.state_nbytes
         return sum(shard[i] for i in self.pinned_params) + sum(state[i] for i in self.pinned_states)
 
     def terms(self) -> list[Term]:
+        """The division as lines of the plan."""
         pinned = f"shards of {len(self.pinned_params)} and state of {len(self.pinned_states)} groups, for good"
         held = {
             Schedule.OVERLAPPED: "gradients on their way into the update",
@@ -102,17 +108,23 @@ class HostDivision:
         }.get(self._request.schedule, "gradients held until step()")
         chunk = format_nbytes(self._chunk_nbytes(self.chunk_numel))
         activations = Term("activations", self._request.activations_nbytes, "inputs of units, until their backward")
-        passage = Term("passage", self.passage, f"chunks of {len(self.chunked)} groups that are too large to lie here")
+        passage = Term(
+            "passage", self.passage_nbytes, f"chunks of {len(self.chunked)} groups that are too large to lie here"
+        )
         terms = [
             Term("pinned", self._pinned_nbytes(), pinned),
-            Term("window", self.window, "parameter shards read ahead, in use, or being updated"),
-            Term("gradients", self.gradients, held),
-            Term("transit", self.transit, f"gradients to and from the swap file ({len(self.spilled)} groups spill)"),
-            Term("pipeline", self.pipeline, f"optimizer chunks of {chunk} being read, computed and written"),
+            Term("window", self.window_nbytes, "parameter shards read ahead, in use, or being updated"),
+            Term("gradients", self.gradients_nbytes, held),
+            Term(
+                "transit",
+                self.transit_nbytes,
+                f"gradients to and from the swap file ({len(self.spilled)} groups spill)",
+            ),
+            Term("pipeline", self.pipeline_nbytes, f"optimizer chunks of {chunk} being read, computed and written"),
         ]
         return [*terms, *(term for term in (passage, activations) if term.nbytes)]
 
-    def _left(self) -> int:
+    def _left_nbytes(self) -> int:
         return self._request.host_budget_nbytes - sum(term.nbytes for term in self.terms())
 
     def give_out(self) -> None:
@@ -120,71 +132,75 @@ class HostDivision:
         sizes = self._sizes
         self._deepen_pipeline()
         self._lengthen_passage()
-        self._grow("window", 2 * sizes.working_set)
+        self.window_nbytes = self._grown(self.window_nbytes, 2 * sizes.working_set_nbytes)
         if self.holds_gradients:
-            self._grow("transit", 2 * self.transit)
+            self.transit_nbytes = self._grown(self.transit_nbytes, 2 * self.transit_nbytes)
             self._hold_gradients()
         else:
-            self._grow("gradients", 2 * max(sizes.unit_gradients, default=0))
-        self._grow("window", 4 * sizes.working_set)
-        self._pin(self.pinned_params, sizes.shard, by_uses=True)
+            self.gradients_nbytes = self._grown(self.gradients_nbytes, 2 * max(sizes.unit_gradients_nbytes, default=0))
+        self.window_nbytes = self._grown(self.window_nbytes, 4 * sizes.working_set_nbytes)
+        self._pin(self.pinned_params, sizes.shard_nbytes, by_uses=True)
         streamed = [g for g in sizes.streamed if g.index not in self.pinned_params | self.chunked]
         if not streamed:
-            self.window = self._missing_for_staging()  # nothing is read ahead any more
-        self._pin(self.pinned_states, sizes.state)
-        self._grow("window", sum(g.shard_nbytes for g in streamed))
+            self.window_nbytes = self._missing_for_staging()  # nothing is read ahead any more
+        self._pin(self.pinned_states, sizes.state_nbytes)
+        self.window_nbytes = self._grown(self.window_nbytes, sum(g.shard_nbytes for g in streamed))
         if not streamed:
-            self.window = 0
+            self.window_nbytes = 0
         if not self.holds_gradients:  # some may have to wait for the end of backward; see GradientSpill
-            self._grow("gradients", sum(sizes.held_gradient.values()))
+            self.gradients_nbytes = self._grown(self.gradients_nbytes, sum(sizes.held_gradient_nbytes.values()))
 
     def _deepen_pipeline(self) -> None:
         """Room for several chunks at a time, then for larger ones.
 
         The pipeline takes what it is given byte by byte, never in jumps: more memory must not leave less for the rest.
         """
-        if not self.pipeline:
+        if not self.pipeline_nbytes:
             return
-        spare = self._left()
-        depth_nbytes = _PIPELINE_DEPTH * self._sizes.chunk_per_element  # per element of a chunk
-        share = self.pipeline + spare // 3  # growing the chunks may take a third of what is spare
-        wanted = max(depth_nbytes * self.chunk_numel, share)
-        self.pipeline = min(wanted, depth_nbytes * self._largest_chunk(), self.pipeline + spare)
-        self.chunk_numel = max(self.chunk_numel, align_down(self.pipeline // depth_nbytes, SHARD_ALIGN_NUMEL))
+        spare_nbytes = self._left_nbytes()
+        depth_nbytes = _PIPELINE_DEPTH * self._sizes.chunk_nbytes_per_element  # per element of a chunk
+        share_nbytes = self.pipeline_nbytes + spare_nbytes // 3  # growing the chunks may take a third of what is spare
+        wanted_nbytes = max(depth_nbytes * self.chunk_numel, share_nbytes)
+        self.pipeline_nbytes = min(
+            wanted_nbytes, depth_nbytes * self._largest_chunk(), self.pipeline_nbytes + spare_nbytes
+        )
+        self.chunk_numel = max(self.chunk_numel, align_down(self.pipeline_nbytes // depth_nbytes, SHARD_ALIGN_NUMEL))
 
     def _lengthen_passage(self) -> None:
         """Longer chunks of what passes host memory, at most a quarter of what is spare."""
         if not self.chunked:
             return
         largest = max(g.layout.numel for g in self._request.groups if g.index in self.chunked)
-        per_element = self._passage_nbytes(1)
-        wanted = min(_TARGET_PASSAGE_NBYTES, largest * per_element, self.passage + max(self._left(), 0) // 4)
+        per_element = self._buffers_nbytes(1)
+        wanted = min(
+            _TARGET_PASSAGE_NBYTES, largest * per_element, self.passage_nbytes + max(self._left_nbytes(), 0) // 4
+        )
         self.passage_numel = max(self.passage_numel, align_down(wanted // per_element, SHARD_ALIGN_NUMEL))
-        self.passage = self._passage_nbytes(self.passage_numel)
+        self.passage_nbytes = self._buffers_nbytes(self.passage_numel)
 
     def _largest_chunk(self) -> int:
         if self._request.chunk_nbytes is not None:
             return self.chunk_numel
         largest = max(g.state_span.numel for g in self._sizes.streamed if g.trainable)
-        target = align_down(_TARGET_CHUNK_NBYTES // max(self._sizes.state_per_element, 4), SHARD_ALIGN_NUMEL)
+        target = align_down(_TARGET_CHUNK_NBYTES // max(self._sizes.state_nbytes_per_element, 4), SHARD_ALIGN_NUMEL)
         return max(self.chunk_numel, min(target, largest))
 
-    def _grow(self, part: str, wanted: int) -> None:
-        current: int = getattr(self, part)
-        setattr(self, part, max(current, min(wanted, current + max(self._left(), 0))))
+    def _grown(self, part_nbytes: int, wanted_nbytes: int) -> int:
+        """What a part becomes: as much as is wanted, of what is left."""
+        return max(part_nbytes, min(wanted_nbytes, part_nbytes + max(self._left_nbytes(), 0)))
 
     def _hold_gradients(self) -> None:
         """Keep as many gradients as fit in host memory; none in transit if all do."""
         sizes, always_spilled = self._sizes, self.chunked & self.spilled
-        everything = sum(sizes.held_gradient[i] for i in self.spilled)
-        if everything <= self._left() + self.transit:
-            self.gradients += everything
+        everything_nbytes = sum(sizes.held_gradient_nbytes[i] for i in self.spilled)
+        if everything_nbytes <= self._left_nbytes() + self.transit_nbytes:
+            self.gradients_nbytes += everything_nbytes
             self.spilled = set(always_spilled)
-            self.transit = 0
+            self.transit_nbytes = 0
             return
         for index in sorted(self.spilled - always_spilled):
-            if sizes.gradient[index] <= self._left():
-                self.gradients += sizes.gradient[index]
+            if sizes.gradient_nbytes[index] <= self._left_nbytes():
+                self.gradients_nbytes += sizes.gradient_nbytes[index]
                 self.spilled.discard(index)
         self.notes.append(
             f"gradients of {len(self.spilled)} groups do not fit in host memory and go through the swap file; "
@@ -195,13 +211,13 @@ class HostDivision:
         uses = self._sizes.uses
         for group in sorted(self._sizes.streamed, key=lambda g: -uses[g.index] if by_uses else 0):
             is_here = group.index in pinned or (group.index in self.chunked and pinned is self.pinned_params)
-            if not is_here and 0 < nbytes[group.index] <= self._left():
+            if not is_here and 0 < nbytes[group.index] <= self._left_nbytes():
                 pinned.add(group.index)
 
     def kept(self, *, from_end: bool) -> list[int]:
         """Groups whose copies are kept across the turn (the last ones) or the step boundary (the first ones)."""
         # Beside what is kept, the window always has room for one unit, so keeping never costs a read.
-        room = self.window - self._sizes.working_set
+        room = self.window_nbytes - self._sizes.working_set_nbytes
         chosen: list[int] = []
         total = 0
         streamed = [g for g in self._sizes.streamed if g.index not in self.pinned_params | self.chunked]
@@ -222,7 +238,7 @@ class HostDivision:
             i = group.index
             is_durable = self._request.is_durable
             copies = 2 if is_durable and group.trainable else 1
-            total += copies * sizes.shard[i] if is_durable or i not in self.pinned_params else 0
-            total += copies * sizes.state[i] if is_durable or i not in self.pinned_states else 0
-            total += sizes.gradient[i] if i in self.spilled else 0
+            total += copies * sizes.shard_nbytes[i] if is_durable or i not in self.pinned_params else 0
+            total += copies * sizes.state_nbytes[i] if is_durable or i not in self.pinned_states else 0
+            total += sizes.gradient_nbytes[i] if i in self.spilled else 0
         return total

@@ -79,6 +79,7 @@ class Placement:
 
     @property
     def state_pinned_nbytes(self) -> int:
+        """Host memory of the shards and states that are there for good."""
         return next((term.nbytes for term in self.host if term.name == "pinned"), 0)
 
 
@@ -122,11 +123,11 @@ def make_placement(request: Request) -> Placement:
         host_minimum_nbytes=host.smallest_nbytes,
         host_whole_nbytes=host.whole_nbytes,
         device_minimum_nbytes=device_minimum,
-        window_nbytes=host.window,
-        gradients_nbytes=host.gradients,
-        transit_nbytes=host.transit,
-        pipeline_nbytes=host.pipeline,
-        passage_nbytes=host.passage,
+        window_nbytes=host.window_nbytes,
+        gradients_nbytes=host.gradients_nbytes,
+        transit_nbytes=host.transit_nbytes,
+        pipeline_nbytes=host.pipeline_nbytes,
+        passage_nbytes=host.passage_nbytes,
         passage_numel=host.passage_numel,
         pinned_params=frozenset(host.pinned_params),
         pinned_states=frozenset(host.pinned_states),
@@ -181,10 +182,11 @@ def budget_for_all_gradients(request: Request) -> int:
     return high
 
 
-def _refusal(tier: str, budget: int, minimum: int, terms: Sequence[Term]) -> str:
-    lines = [f"the {tier} budget of {format_nbytes(budget)} ({budget} bytes) is too small for one step of this model:"]
+def _refusal(tier: str, budget_nbytes: int, minimum_nbytes: int, terms: Sequence[Term]) -> str:
+    given = f"{format_nbytes(budget_nbytes)} ({budget_nbytes} bytes)"
+    lines = [f"the {tier} budget of {given} is too small for one step of this model:"]
     lines += [f"  {format_nbytes(term.nbytes):>12}  {term.name}: {term.why}" for term in terms]
-    lines.append(f"  {format_nbytes(minimum):>12}  smallest {tier} budget that works ({minimum} bytes)")
+    lines.append(f"  {format_nbytes(minimum_nbytes):>12}  smallest {tier} budget that works ({minimum_nbytes} bytes)")
     return "\n".join(lines)
 
 
