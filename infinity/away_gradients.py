@@ -52,6 +52,7 @@ class SpilledGradient(StandIn):
 
     @classmethod
     def touched(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What torch's own clipping asks of a gradient; everything else is refused."""
         gradient = args[0] if args else None
         if isinstance(gradient, SpilledGradient) and gradient.kept is not None and not kwargs:
             keeper, group, slot = gradient.kept

@@ -94,6 +94,7 @@ class Carry(Closing):
             raise CheckpointError(f"moving the state of a changed model: {error.strerror or error}") from error
 
     def close(self) -> None:
+        """Give the space of the file back. Idempotent."""
         self._file.close()
 
 

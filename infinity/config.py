@@ -228,9 +228,9 @@ class Config(_Section):
     `durability="step"` needs `nvme.paths`: the state stays there, with every finished step committed.
     `chunk` is the optimizer state of one chunk in bytes (`None`: chosen from the host budget). Parameters outside
     repeated blocks and smaller than `resident_threshold` stay on the device. A rank waits for others at most
-    `rank_timeout_s`. `unit_classes` names the modules whose
-    parameters are gathered together (empty: the outermost repeated blocks are found automatically); `wrap_policy`
-    chooses them instead, a function that is given the model, or the name of one that another distribution brings.
+    `rank_timeout_s`. `unit_classes` names the modules whose parameters are gathered together (empty: the outermost
+    repeated blocks are found automatically); `wrap_policy` chooses them instead, a function that is given the model,
+    or the name of one that another distribution brings.
     Raises ConfigError for anything unknown, of the wrong kind or contradictory.
     """
 

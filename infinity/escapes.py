@@ -39,6 +39,7 @@ class Escapes:
         self._begin: Callable[[], None] | None = None
 
     def install(self) -> list[RemovableHandle]:
+        """Register the hooks; the handles remove them."""
         return [part.register_forward_hook(self._left_part) for part in self._watched]
 
     def begin(self, run: Run, begin: Callable[[], None]) -> None:

@@ -81,9 +81,11 @@ class GraphTasks:
 
     @property
     def any_open(self) -> bool:
+        """Whether a backward has begun and not ended, well or by an error."""
         return bool(self._open)
 
     def clear(self) -> None:
+        """Forget backwards that have failed."""
         self._open.clear()
 
 
@@ -108,6 +110,7 @@ class UnitHooks:
         self._escapes = Escapes(unit.module)
 
     def install(self) -> list[RemovableHandle]:
+        """Register the hooks; the handles remove them."""
         module = self._unit.module
         pre = _uncompiled(self._pre_forward)
         post = _uncompiled(self._post_forward)
@@ -226,6 +229,7 @@ class EntryHooks:
         self._events = events
 
     def install(self) -> list[RemovableHandle]:
+        """Register the hooks; the handles remove them."""
         pre = _uncompiled(lambda module, args: self._events.enter_forward())
         post = _uncompiled(lambda module, args, output: self._events.leave_forward(output))
         return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -63,7 +64,7 @@ def staging_nbytes(
     values: FirstValues | None = None,
 ) -> int:
     """Host bytes that initialisation holds at most beside the shards placed in host memory."""
-    return _staging_nbytes(model, units, groups, values or FirstValues(), PIECE_NBYTES, lambda nbytes: True)
+    return _Needs(model, units, values or FirstValues(), PIECE_NBYTES, lambda nbytes: True).most_nbytes(groups)
 
 
 def small_staging_nbytes(
@@ -76,42 +77,43 @@ def small_staging_nbytes(
     on_device = initialising_nbytes(model, units, empty, values, is_large)
     if on_device and (not can_stage(device) or on_device > device.budget.limit_nbytes):
         return None
-    return _staging_nbytes(model, units, groups, values, SMALL_PIECE_NBYTES, lambda nbytes: not is_large(nbytes))
+    return _Needs(model, units, values, SMALL_PIECE_NBYTES, lambda nbytes: not is_large(nbytes)).most_nbytes(groups)
 
 
-def _staging_nbytes(
-    model: nn.Module,
-    units: Sequence[Unit],
-    groups: Sequence[FlatGroup],
-    values: FirstValues,
-    piece_nbytes: int,
-    counts: Callable[[int], bool],
-) -> int:
-    """`counts`: of memory in which a group or a parameter is initialised, by its size, whether it is the host's."""
-    streamed = [group for group in groups if is_streamed(values.match, group)]
-    others = [group for group in groups if group not in streamed]
-    reading = scratch_nbytes(others) if values.match is not None else 0
-    return max(stream_nbytes(streamed), reading + _filling_nbytes(model, units, others, values, piece_nbytes, counts))
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What initialisation needs of host memory.
 
+    Attributes:
+        piece_nbytes: of the pieces in which shards are written.
+        counts: of memory in which a group or a parameter is initialised, by its size, whether it is the host's.
+    """
 
-def _filling_nbytes(
-    model: nn.Module,
-    units: Sequence[Unit],
-    groups: Sequence[FlatGroup],
-    values: FirstValues,
-    piece_nbytes: int,
-    counts: Callable[[int], bool],
-) -> int:
-    shared = 2 * max((group.shard_nbytes for group in groups if group.sharding.size > 1), default=0)
-    empty = [group for group in groups if _is_meta(group)]
-    initialising = initialising_nbytes(model, units, empty, values, counts)
-    copied = max((pieces_nbytes(group, piece_nbytes) for group in groups if group not in empty), default=0)
-    if empty:
-        in_pieces = [g for g in empty if not counts(g.layout.numel * g.source_dtype.itemsize)]
-        converting = conversion_nbytes(empty, piece_nbytes)
-        writing = max(converting, *(pieces_nbytes(group, piece_nbytes) for group in in_pieces), 0)
-        return max(initialising + max(shared, writing), copied)
-    return max(initialising, shared, copied)
+    model: nn.Module
+    units: Sequence[Unit]
+    values: FirstValues
+    piece_nbytes: int
+    counts: Callable[[int], bool]
+
+    def most_nbytes(self, groups: Sequence[FlatGroup]) -> int:
+        """Of groups that are streamed out of files and of others, at the worst moment."""
+        match = self.values.match
+        streamed = [group for group in groups if is_streamed(match, group)]
+        others = [group for group in groups if group not in streamed]
+        reading = scratch_nbytes(others) if match is not None else 0
+        return max(stream_nbytes(streamed), reading + self._filling_nbytes(others))
+
+    def _filling_nbytes(self, groups: Sequence[FlatGroup]) -> int:
+        shared = 2 * max((group.shard_nbytes for group in groups if group.sharding.size > 1), default=0)
+        empty = [group for group in groups if _is_meta(group)]
+        initialising = initialising_nbytes(self.model, self.units, empty, self.values, self.counts)
+        copied = max((pieces_nbytes(group, self.piece_nbytes) for group in groups if group not in empty), default=0)
+        if empty:
+            in_pieces = [g for g in empty if not self.counts(g.layout.numel * g.source_dtype.itemsize)]
+            converting = conversion_nbytes(empty, self.piece_nbytes)
+            writing = max(converting, *(pieces_nbytes(group, self.piece_nbytes) for group in in_pieces), 0)
+            return max(initialising + max(shared, writing), copied)
+        return max(initialising, shared, copied)
 
 
 def fill_shards(runtime: Runtime, values: FirstValues, on_progress: Callable[[str], None] | None = None) -> None:

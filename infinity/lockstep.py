@@ -46,6 +46,7 @@ class Want(IntEnum):
     WEAR = 30
 
 
+_VALUES = 3  # that a rank can bring to a boundary
 _TOGETHER = frozenset(want for want in Want if want >= Want.CLIP)
 _NAMES = {
     Want.GATHER: "needs parameters of {}",
@@ -204,6 +205,3 @@ class Lockstep:
 
     def _by_rank(self, rows: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
         return list(zip(self.collectives.ranks.members, rows, strict=True))
-
-
-_VALUES = 3

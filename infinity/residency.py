@@ -83,6 +83,7 @@ class HostCopy:
             return False
 
     def unclaim(self) -> None:
+        """End a claim. Idempotent."""
         with self._claim_lock:
             self._is_claimed = False
 
@@ -98,19 +99,23 @@ class HostCopy:
 
     @property
     def is_claimed(self) -> bool:
+        """Whether somebody works with the copy, which is not dropped meanwhile."""
         return self._is_claimed
 
     def begin_read(self, block: HostBlock, ticket: Ticket) -> None:
+        """The copy gets its memory, and `ticket` completes when the bytes have landed there."""
         self._expect(CopyState.READING, CopyState.ABSENT)
         self.block, self.ticket = block, ticket
         self.is_updated_ahead = False
         self._move(CopyState.READING)
 
     def landed(self) -> None:
+        """The read is over."""
         self._expect(CopyState.CLEAN, CopyState.READING)
         self._move(CopyState.CLEAN)
 
     def begin_update(self, ticket: Ticket) -> None:
+        """The optimizer begins to change the bytes; `ticket` completes when it has."""
         self._expect(CopyState.UPDATING, CopyState.CLEAN)
         self.ticket = ticket
         self.awaits_update = self.is_used_up = False
@@ -124,6 +129,7 @@ class HostCopy:
         self._move(following)
 
     def written(self) -> None:
+        """The swap file holds the bytes too."""
         self._expect(CopyState.CLEAN, CopyState.WRITING)
         self._move(CopyState.CLEAN)
 

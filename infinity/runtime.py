@@ -95,6 +95,7 @@ class Runtime:
 
     @property
     def resident_groups(self) -> list[FlatGroup]:
+        """What is never given back: the groups outside of repeated blocks."""
         return [group for unit in self.units if unit.resident for group in unit.groups]
 
     def held(self) -> dict[str, Callable[[], int]]:

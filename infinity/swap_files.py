@@ -19,12 +19,14 @@ from storage.store import ShardStore, StorageOptions
 from storage.versioned import VersionedStore
 
 
-def storage_options(nvme: NvmeConfig, *, write_memory_nbytes: int, files_nbytes: int | None) -> StorageOptions:
+def storage_options(
+    nvme: NvmeConfig, *, write_memory_nbytes: int | None = None, files_nbytes: int | None = None
+) -> StorageOptions:
     """Options of a store.
 
     Args:
-        write_memory_nbytes: memory of each drive's writes in flight, by which they are paced.
-        files_nbytes: this process's part of the budget of all drives.
+        write_memory_nbytes: memory of each drive's writes in flight, by which they are paced; None: they are not.
+        files_nbytes: this process's part of the budget of all drives; None: no limit.
     """
     return StorageOptions(
         engine=str(nvme.engine),
@@ -33,7 +35,7 @@ def storage_options(nvme: NvmeConfig, *, write_memory_nbytes: int, files_nbytes:
         calibrate=nvme.calibrate.value,
         checksum=nvme.checksum.value,
         eio_retries=nvme.eio_retries,
-        write_memory_nbytes=max(write_memory_nbytes, 1),
+        write_memory_nbytes=None if write_memory_nbytes is None else max(write_memory_nbytes, 1),
         files_nbytes=files_nbytes,
         retry_full_s=nvme.retry_full_s,
     )

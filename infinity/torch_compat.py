@@ -195,13 +195,3 @@ def holders_are_told_apart() -> bool:
         by_graph = is_held(reference)
         del graph
     return by_code and by_both and not by_graph
-
-
-def cpu_has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX or the Arm extension)."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    if capabilities is not None:
-        known = capabilities()
-        return any(bool(known.get(name, False)) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(bool(probe()) for probe in probes if probe is not None)

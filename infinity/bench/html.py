@@ -76,9 +76,7 @@ def _drive_part(result: BenchResult, directories: tuple[str, ...]) -> str:
 
 
 def _bar(row: Series, group: int) -> Bar:
-    rate = row.bytes_per_s
-    label = f"{row.workload.name} {size_of(row.workload)} {row.engine.value}"
-    return Bar(label, rate.median, rate.lowest, rate.highest, f"{rate.median / 1e6:,.0f} MB/s", group)
+    return _side(f"{row.workload.name} {size_of(row.workload)} {row.engine.value}", row.bytes_per_s, group)
 
 
 def _latency_plot(rows: Sequence[Series]) -> str:

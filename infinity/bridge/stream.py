@@ -62,6 +62,7 @@ class Buffer:
 
     @property
     def state(self) -> list[torch.Tensor]:
+        """The fields of the record."""
         return self.passage.record.views(self.memory) if self.passage.record.nbytes else []
 
     @property
@@ -78,6 +79,7 @@ class Buffer:
         return torch.frombuffer(self.lease.memory, dtype=self.passage.param_dtype, offset=start, count=numel)
 
     def release(self) -> None:
+        """Give the memory back."""
         self.lease.release()
         self.reservation.release()
 

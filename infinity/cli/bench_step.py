@@ -26,7 +26,6 @@ from infinity.cli.files import check_files, write_json
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of, load_training_text
 from infinity.cli.settings import RunSettings, resolve
 from infinity.cli.train_options import TrainOptions
-from infinity.config import NvmeConfig
 from infinity.data.batches import Batches
 from infinity.engine import Engine
 from infinity.init import empty_init
@@ -38,7 +37,7 @@ from infinity.optim.hyper import AdamWHyper, Piece
 from infinity.plan.bounds import moved_nbytes
 from infinity.runtime import Runtime
 from infinity.swap_directories import swap_directories
-from storage.drives import StorageOptions
+from infinity.swap_files import storage_options
 
 _KERNEL_NUMEL = 1 << 22
 _SHOWN_S = 5e-5
@@ -80,7 +79,7 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
         read_nbytes, write_nbytes = moved_nbytes(traffic)
         drives = None
         if read_nbytes + write_nbytes:
-            drives = StepTraffic(directories, _storage_options(config.nvme), read_nbytes, write_nbytes)
+            drives = StepTraffic(directories, storage_options(config.nvme), read_nbytes, write_nbytes)
             stack.callback(drives.close)
         plain = _Plain(settings, batches) if compares_plain else None
         transfers_cpu_s: list[float] = []
@@ -198,17 +197,6 @@ def _kernel_s(runtime: Runtime) -> float:
     kernel.update(param, grad, state, pieces, None)
     seconds = time.perf_counter() - started_s
     return seconds / _KERNEL_NUMEL * sum(g.layout.payload_numel for g in runtime.groups if g.trainable)
-
-
-def _storage_options(nvme: NvmeConfig) -> StorageOptions:
-    return StorageOptions(
-        engine=str(nvme.engine),
-        block_nbytes=nvme.block_nbytes,
-        threads=nvme.threads,
-        calibrate=nvme.calibrate.value,
-        checksum=nvme.checksum.value,
-        eio_retries=nvme.eio_retries,
-    )
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -213,8 +213,3 @@ def _choose_budgets(config: Config, shape: GptShape, preset: Preset | None) -> t
     if config.host.budget is None:
         changes["host"] = {"budget": host}
     return config.with_(**changes), f"budgets: {source}" + ("" if len(changes) == 2 else ", where none was given")
-
-
-def with_steps(training: Training, steps: int) -> Training:
-    """The same training with another number of steps."""
-    return replace(training, steps=steps)

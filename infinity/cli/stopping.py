@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.02  # what loses an exception is over by then
@@ -33,14 +33,12 @@ def stoppable() -> Iterator[None]:
         return
     stops = _Stops()
     hook_before, sys.unraisablehook = sys.unraisablehook, stops.look_at
-    # What is ignored stays so: a shell that starts a job in the background lets it ignore Ctrl-C.
-    heeded = [n for n in _STOPS if n == signal.SIGTERM or signal.getsignal(n) is not signal.SIG_IGN]
+    heeded = [n for n in _STOPS if n == signal.SIGTERM or _is_heeded(n)]
     before = {number: signal.signal(number, stops.stop) for number in heeded}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _put_back(before)
         sys.unraisablehook = hook_before
         stops.forget()
 
@@ -122,8 +120,7 @@ def undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _put_back(before)
 
 
 @contextmanager
@@ -142,13 +139,21 @@ def deferred() -> Iterator[None]:
             print("stopping as soon as everything is loaded", file=sys.stderr)
         arrived.append(number)
 
-    # What is ignored stays so: a shell that starts a job in the background lets it ignore Ctrl-C.
-    heeded = [n for n in _STOPS if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
+    before = {number: signal.signal(number, note) for number in filter(_is_heeded, _STOPS)}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _put_back(before)
     if arrived:
         raise Terminated if arrived[0] == signal.SIGTERM else KeyboardInterrupt
+
+
+def _is_heeded(number: int) -> bool:
+    """What is ignored stays so: a shell that starts a job in the background lets it ignore Ctrl-C."""
+    return signal.getsignal(number) is not signal.SIG_IGN
+
+
+def _put_back(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Install the handlers that were there before, by signal."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -84,6 +84,7 @@ class Trace:
                 self.add(name, category, start_s, time.perf_counter() - start_s)
 
     def events(self) -> list[TraceEvent]:
+        """What has been noted, the oldest first."""
         return list(self._events)
 
     @property

@@ -1,7 +1,7 @@
 """The hardware of a plan: what is known of common GPUs and drives, and how options name them.
 
 Every figure of the tables has its source beside it. What a real machine gives is better: `infinity bench tier` measures
-drives, links and the optimizer, and `Hardware.from_bench` takes its file.
+drives, links and the optimizer, and `from_bench` takes its file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import infinity
 from infinity.config import Precision, StateFormat
 from infinity.optim.forms import SeparateMaster
 from infinity.optim.hyper import AdamWHyper, Piece
-from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
 from infinity.optim.kernels_bf16 import SeparateMasterAdamW
 from infinity.optim.moments import MOMENT_FORMATS, rounding_seed
@@ -21,7 +20,16 @@ from infinity.optim.splitmaster import join_master, split_master
 from tests.conftest import MakeEngine
 from tests.infinity.test_kernels_bf16 import HYPERS, SPECIAL_BITS, Operands, from_bits
 from tests.infinity.test_kernels_bf16 import reference as fp32_reference
-from tests.infinity.test_state_formats import MOMENTS, assert_same, drawn, gradient, rounded_bf16, rounded_int8
+from tests.infinity.test_state_formats import (
+    MOMENTS,
+    assert_same,
+    check_cuts,
+    cut_numel,
+    drawn,
+    gradient,
+    rounded_bf16,
+    rounded_int8,
+)
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Net, batch, build, loss_of
 
@@ -103,24 +111,8 @@ def test_ten_steps_have_the_bits_of_the_reference(form: StateFormat, numel: int,
 @pytest.mark.parametrize("chunk", [64, 6400, 64 * 5000])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_bits_do_not_depend_on_cuts_or_threads(form: StateFormat, chunk: int, count: int) -> None:
-    numel = 700_037 if chunk > 1000 else 3_001
-    master = gradient(numel, 0)
-    whole, cut = fresh(form, master), fresh(form, master)
-    ours, pieces = master.half(), master.half()
-    fields = SeparateMasterAdamW(None, form).fields
-    with KernelThreads(count) as threads:
-        for step in (1, 2):
-            grad = gradient(numel, step)
-            SeparateMasterAdamW(None, form).update(
-                ours, grad, list(whole.values()), [Piece(0, numel, step, HYPER, seed=5)], None
-            )
-            for first in range(0, numel, chunk):
-                last = min(first + chunk, numel)
-                state = [cut[f.name][f.numel(first) : f.numel(last)] for f in fields]
-                piece = Piece(0, last - first, step, HYPER, first, 5)
-                SeparateMasterAdamW(threads, form).update(pieces[first:last], grad[first:last], state, [piece], None)
-    np.testing.assert_array_equal(bits_of(ours), bits_of(pieces))
-    assert_same(cut, whole)
+    master = gradient(cut_numel(chunk), 0)
+    check_cuts(lambda threads: SeparateMasterAdamW(threads, form), master.half(), fresh(form, master), chunk, count)
 
 
 def test_moments_in_fp32_keep_torchs_own_kernel() -> None:

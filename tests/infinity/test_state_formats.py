@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import infinity
 from infinity.config import OptimizerKind, Precision, StateFormat
-from infinity.optim.hyper import AdamWHyper, Piece, payload_nbytes, stored_nbytes
+from infinity.optim.hyper import AdamWHyper, Kernel, Piece, payload_nbytes, stored_nbytes
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
 from infinity.optim.kernels_bf16 import SplitMasterAdamW
@@ -106,6 +107,35 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(left[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
+def cut_numel(chunk_numel: int) -> int:
+    """Elements to cut into such chunks, the last of which is not full."""
+    return 700_037 if chunk_numel > 1000 else 3_001
+
+
+def check_cuts(
+    kernel_of: Callable[[KernelThreads | None], Kernel],
+    param: Tensor,
+    state: dict[str, Tensor],
+    chunk_numel: int,
+    n_threads: int,
+) -> None:
+    """Two updates of the whole by one thread, and of chunks by several, give the same bits."""
+    alone, numel = kernel_of(None), param.numel()
+    cut_param, cut = param.clone(), {name: tensor.clone() for name, tensor in state.items()}
+    with KernelThreads(n_threads) as threads:
+        kernel = kernel_of(threads)
+        for step in (1, 2):
+            grad = gradient(numel, step)
+            alone.update(param, grad, list(state.values()), [Piece(0, numel, step, HYPER, seed=5)], None)
+            for first in range(0, numel, chunk_numel):
+                last = min(first + chunk_numel, numel)
+                part = [cut[f.name][f.numel(first) : f.numel(last)] for f in kernel.fields]
+                piece = Piece(0, last - first, step, HYPER, first, 5)
+                kernel.update(cut_param[first:last], grad[first:last], part, [piece], None)
+    assert torch.equal(param.view(torch.int16), cut_param.view(torch.int16))
+    assert_same(cut, state)
+
+
 # ---- the kernel
 
 
@@ -128,24 +158,10 @@ def test_ten_steps_have_the_bits_of_the_reference(form: StateFormat, numel: int)
 @pytest.mark.parametrize("chunk", [64, 192, 6400, 64 * 5000])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_bits_do_not_depend_on_cuts_or_threads(form: StateFormat, chunk: int, count: int) -> None:
-    numel = 700_037 if chunk > 1000 else 3_001
+    numel = cut_numel(chunk)
     param, low = split_master(gradient(numel, 0))
-    whole, cut = fresh(form, numel) | {"low": low}, fresh(form, numel) | {"low": low.clone()}
-    ours, pieces = param.clone(), param.clone()
-    fields = SplitMasterAdamW(None, form).fields
-    with KernelThreads(count) as threads:
-        for step in (1, 2):
-            grad = gradient(numel, step)
-            SplitMasterAdamW(None, form).update(
-                ours, grad, list(whole.values()), [Piece(0, numel, step, HYPER, seed=5)], None
-            )
-            for first in range(0, numel, chunk):
-                last = min(first + chunk, numel)
-                state = [cut[f.name][f.numel(first) : f.numel(last)] for f in fields]
-                piece = Piece(0, last - first, step, HYPER, first, 5)
-                SplitMasterAdamW(threads, form).update(pieces[first:last], grad[first:last], state, [piece], None)
-    assert torch.equal(ours.view(torch.int16), pieces.view(torch.int16))
-    assert_same(cut, whole)
+    state = fresh(form, numel) | {"low": low}
+    check_cuts(lambda threads: SplitMasterAdamW(threads, form), param, state, chunk, count)
 
 
 @pytest.mark.parametrize("form", FORMATS)
