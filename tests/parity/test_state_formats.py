@@ -94,7 +94,15 @@ def test_bytes_per_parameter_and_step(offload: MakeEngine, form: str) -> None:
     for direction in ("read", "write"):
         per_parameter = moved[f"nvme_{direction}_bytes/state"] / parameters
         assert per_parameter == pytest.approx(state, rel=5e-3)  # blocks of padding have scales
-    assert 2 + 2 + 2 + 2 * state <= (16 if form == "int8" else 26)
+    trained = [g for g in engine._runtime.groups if g.index not in engine.plan.placement.pinned_params]
+    assert [g.index for g in trained] == [g.index for g in streamed]  # nothing lies in memory for good
+    whole = 2 + 2 + 2 + 2 * state  # read for forward and backward, written, and the state both ways
+    together = (moved["nvme_read_bytes"] + moved["nvme_write_bytes"]) / parameters
+    kept = [engine._runtime.groups[index] for index in engine.plan.placement.keep_at_turn]
+    kept += [engine._runtime.groups[index] for index in engine.plan.placement.keep_at_boundary]
+    saved = 2 * sum(g.layout.payload_numel for g in kept) / parameters
+    assert together == pytest.approx(whole - saved, rel=5e-3)
+    assert together <= (16 if form == "int8" else 26)
 
 
 def _go_on(model: torch.nn.Module, optimizer: infinity.AdamW, steps: range) -> list[float]:
