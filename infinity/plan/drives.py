@@ -42,6 +42,11 @@ class DriveModel:
         scale = 1.0 / (max(r, 1 - r) + (1 - d) * min(r, 1 - r))
         return min(r * scale, 1.0), min((1 - r) * scale, 1.0)
 
+    def beside(self) -> tuple[float, float]:
+        """Bytes/s of each direction (read, write) while both are busy."""
+        read_part, write_part = self.utilisation()
+        return self.read_bytes_per_s * read_part, self.write_bytes_per_s * write_part
+
     def corners(self) -> list[tuple[float, float]]:
         """The most that it reads and writes in a second: of reads only, of both at once, and of writes only."""
         read, write = self.read_bytes_per_s, max(self.write_bytes_per_s, self.slc_write_bytes_per_s)

@@ -180,8 +180,8 @@ def corrections_from(alone: Alone, seen: Calibration) -> Corrections:
     compute_s = work.step_flops(recompute=False) * _BATCH / alone.flops_per_s + units * passes * alone.unit_s
     if not torch.cuda.is_available():
         compute_s += copied_nbytes / alone.link_bytes_per_s
-    reads = sum(drive.read_bytes_per_s for drive in seen.drives)
-    writes = sum(drive.write_bytes_per_s for drive in seen.drives)
+    reads = sum(drive.beside()[0] for drive in seen.drives)
+    writes = sum(drive.beside()[1] for drive in seen.drives)
     return Corrections(
         compute=seen.thread_s / compute_s,
         optimizer=seen.kernel_s / alone.optimizer_s,

@@ -20,16 +20,9 @@ from infinity.groups import FlatGroup, Unit
 from infinity.optim.hyper import StateField
 from infinity.optim.kernel_threads import usable_cores
 from infinity.placement import Placement
+from infinity.plan.drive_phases import INSTANT_BYTES_PER_S, fit_drives
 from infinity.plan.drives import DriveModel
-from infinity.plan.phases import (
-    INSTANT_BYTES_PER_S,
-    Moment,
-    fit_drives,
-    fit_hand_over_s,
-    fit_kernel_s,
-    fit_thread_s,
-    median_step_s,
-)
+from infinity.plan.phases import Moment, fit_hand_over_s, fit_kernel_s, fit_thread_s, median_step_s, middle_steps
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
 from infinity.plan.simulate import simulate
 from infinity.runtime import Runtime
@@ -45,8 +38,8 @@ class Calibration:
         thread_s: seconds of a step in which the training thread worked: computing, copying, overhead. Without what it
             lost to kernels that ran beside it.
         kernel_s: seconds of the optimizer for one element, chunk overheads included.
-        drives: as they were while something was in flight; they keep each direction's rate beside the other.
-        steps: how many steps it was fitted to.
+        drives: as they were while something was in flight.
+        steps: how many steps it was fitted to; the shortest and longest of them were left out.
         measured_s: median seconds of those.
         hand_over_s: seconds from one thread to another.
         kernel_loss: seconds that the training thread loses for each second of a kernel beside it; see `kernel_loss`.
@@ -117,10 +110,7 @@ class RunObserver:
         self._paused_s += seconds
 
     def _look(self) -> Moment:
-        store = self._runtime.store
-        reports = store.drive_report() if store is not None else []
-        drives = tuple(((r.read.nbytes, r.read.busy_s), (r.write.nbytes, r.write.busy_s)) for r in reports)
-        return Moment(time.perf_counter(), self._runtime.stalls.total_s, drives, self._paused_s)
+        return Moment(time.perf_counter(), self._runtime.stalls.total_s, self._paused_s)
 
     def predict(self, *, micro_batches: int, recompute: bool) -> Prediction | None:
         """Calibrate on the first steps and predict the others; None when not even two steps have run.
@@ -143,18 +133,19 @@ class RunObserver:
     def calibrate(self, moments: Sequence[Moment]) -> Calibration:
         """Fit to the steps between the first and the last of these moments."""
         runtime = self._runtime
-        events = runtime.trace.events()
+        events, steps = runtime.trace.events(), middle_steps(moments)
+        directories = [report.directory for report in runtime.store.drive_report()] if runtime.store is not None else []
         kernels = [event for event in events if event.category == "optimizer"]
         stalls = [event for event in events if event.category == "stall"]
         numels = {record.key: record.chunk.payload_numel for s in runtime.states.values() for record in s.records}
         loss = kernel_loss(runtime)
         return Calibration(
-            thread_s=fit_thread_s(moments, kernels, stalls, loss),
-            kernel_s=fit_kernel_s(moments, kernels, numels),
-            drives=fit_drives(moments),
+            thread_s=fit_thread_s(steps, kernels, stalls, loss),
+            kernel_s=fit_kernel_s(steps, kernels, numels),
+            drives=fit_drives(steps, events, directories),
             steps=len(moments) - 1,
             measured_s=median_step_s(moments),
-            hand_over_s=fit_hand_over_s(moments, events),
+            hand_over_s=fit_hand_over_s(steps, events),
             kernel_loss=loss,
         )
 
