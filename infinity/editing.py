@@ -32,8 +32,10 @@ def gathered(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Itera
         DeviceOutOfMemoryError: the device budget cannot hold all of it at once; gather parts one after another.
 
     Example:
+        ```python
         with infinity.gathered(model.lm_head):
             print(model.lm_head.weight.norm())
+        ```
     """
     parameters = _parameters_of(target)
     refs = [ref for ref in map(ref_of, parameters) if ref is not None]

@@ -45,8 +45,10 @@ def empty_init() -> Iterator[None]:
     """Build modules without memory: their parameters are on the `meta` device until `infinity.offload` fills them.
 
     Example:
+        ```python
         with infinity.empty_init():
             model = MyModel()
+        ```
     """
     with torch.device("meta"):
         yield

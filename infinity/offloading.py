@@ -73,8 +73,10 @@ def offload(
         SwapFullError: the swap directories have too little space; nothing is left behind.
 
     Example:
+        ```python
         engine = infinity.offload(model, infinity.Config(precision="bf16"))
         optimizer = infinity.AdamW(model.parameters(), lr=3e-4)
+        ```
     """
     config = config or Config()
     uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()

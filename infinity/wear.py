@@ -27,6 +27,7 @@ class WearWatch:
         pause: given the seconds of a pause, which `wear_action = "slow"` makes between steps.
 
     Example:
+        ```python
         with infinity.offload(model, config) as engine, WearWatch(engine) as wear:
             for batch in loader:
                 ...
@@ -34,6 +35,7 @@ class WearWatch:
                 if wear.step_ended():
                     engine.save("ckpt")
                     break
+        ```
     """
 
     def __init__(

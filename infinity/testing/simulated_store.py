@@ -42,8 +42,10 @@ class SimulatedStore(SimulatedIo):
         failure: asked before a transfer ends; an exception makes it fail with that.
 
     Example:
+        ```python
         store = SimulatedStore(read_bytes_per_s=1e9, write_bytes_per_s=5e8, latency_s=1e-4)
         store.create("blocks.0", 4096)
+        ```
     """
 
     def __init__(

@@ -34,22 +34,32 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     api = (tmp_path / "site" / "api" / "index.html").read_text()
-    assert all(name in api for name in ("offload", "AdamW", "GradScaler", "InfinityTrainer"))
+    shown = set(re.findall(r'<h\d id="(infinity[\w.]+)"', api))
+    assert {"infinity.offloading.offload", "infinity.optim.scaler.GradScaler", "infinity.config.Config.with_"} <= shown
+    assert {f"infinity.optim.adamw.AdamW.{name}" for name in ("step", "state_dict", "last_grad_norm")} <= shown
+    assert {f"infinity.engine.Engine.{name}" for name in _listed_of_the_engine()} <= shown
+    examples = re.findall(r'<details class="example".*?</details>', api, re.DOTALL)
+    assert len(examples) >= 3
+    assert all("<code>" in example for example in examples)
     loaded = re.findall(r'<(?:script|link)[^>]*(?:src|href)="(https?:[^"]+)"', api)
     assert [url for url in loaded if "canonical" not in url] == []
 
 
-def test_the_api_lists_what_an_engine_does() -> None:
+def _listed_of_the_engine() -> set[str]:
     text = (ROOT / "docs" / "api.md").read_text()
-    listed = re.search(r"infinity\.engine\.Engine\n.*?members: \[(.*?)\]", text, re.DOTALL)
+    listed = re.search(r"infinity\.engine\.Engine\n.*? members: \[(.*?)\]", text, re.DOTALL)
     assert listed is not None
+    return set(listed[1].replace(" ", "").replace("\n", "").split(","))
+
+
+def test_the_api_lists_what_an_engine_does() -> None:
     documented = {
         name
         for name, member in inspect.getmembers(infinity.Engine)
         if not name.startswith("_") and (doc := inspect.getdoc(member)) and not doc.startswith("Called by")
     }
     internal = {"clip", "discard_gradients", "gradient_of", "has_module_parameter", "hold", "set_gradient"}
-    assert documented - internal == set(listed[1].replace(" ", "").replace("\n", "").split(","))
+    assert documented - internal == _listed_of_the_engine()
 
 
 def _errors() -> list[str]:
