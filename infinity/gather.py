@@ -28,7 +28,7 @@ from infinity.observe.stalls import StallClock
 from infinity.order import Phase
 from infinity.passage import Passage
 from infinity.residency import HostCopy
-from infinity.torch_compat import increment_version, preserve_version_counter, storage_use_count
+from infinity.torch_compat import increment_version, preserve_version_counter
 from infinity.views import KeptGroups
 
 
@@ -47,7 +47,7 @@ class UserHold:
 class _Gathering:
     """What the gatherer knows of one group."""
 
-    __slots__ = ("block", "fence", "group", "state", "users", "uses", "version")
+    __slots__ = ("block", "fence", "group", "state", "users", "version")
 
     def __init__(self, group: FlatGroup) -> None:
         self.group = group
@@ -56,7 +56,6 @@ class _Gathering:
         self.block: DeviceBlock | None = None
         self.fence: Fence | None = None
         self.version = 0
-        self.uses = 0  # of the buffer's memory when it was gathered; see `KeptGroups.is_shown`
 
 
 class Gatherer:
@@ -155,7 +154,7 @@ class Gatherer:
     def _free_unused(self, gathering: _Gathering) -> None:
         """Free a group that nobody uses, unless code outside has kept tensors over its memory."""
         if not gathering.users and gathering.state is GatherState.GATHERED:
-            if self.kept.is_shown(gathering.group, gathering.uses):
+            if self.kept.is_shown(gathering.group):
                 self._keep(gathering)
             else:
                 self._free(gathering)
@@ -166,7 +165,7 @@ class Gatherer:
         self.kept.keep(gathering.group, keeper)
 
     def release_unviewed(self) -> bool:
-        """Release groups that only tensors kept after a `gathered()` block held, if those are gone. Whether any was."""
+        """Release groups that only kept views held, if those are gone. Whether any was."""
         gone = self.kept.take_gone()
         for keeper, group in gone:
             gathering = self._gatherings[group.index]
@@ -193,12 +192,11 @@ class Gatherer:
 
     def close(self) -> None:
         """Free everything, whoever holds it; only memory that tensors outside still show lives as long as they do."""
-        shown = self.kept.take_shown()
         with ExitStack() as closing:  # all of them, whatever fails
             for gathering in self._gatherings:
                 gathering.users.clear()
                 if gathering.state is not GatherState.RELEASED:
-                    stays = gathering.group.index in shown or not gathering.group.is_resizable
+                    stays = self.kept.views.are_alive(gathering.group) or not gathering.group.is_resizable
                     closing.callback(self._leave if stays else self._free, gathering)
 
     def gathered(self) -> list[FlatGroup]:
@@ -331,7 +329,7 @@ class Gatherer:
         if self._lockstep is not None and gathering.group.is_gathered_from_ranks:
             self._lockstep.gather(gathering.group)
         gathering.version = gathering.group.flat._version
-        gathering.uses = storage_use_count(gathering.group.flat.untyped_storage())
+        self.kept.note_gathered(gathering.group)
         gathering.state = GatherState.GATHERED
         gathering.group.show_gathered()
 
@@ -342,8 +340,8 @@ class Gatherer:
             if not self.kept:
                 raise
             explained = DeviceOutOfMemoryError(
-                f"{error}. Tensors taken inside `infinity.gathered(...)`, or by a hook in a forward, are still in use "
-                f"and keep the memory of {self.kept}: keep a clone instead, or delete them"
+                f"{error}. Views of parameters, kept from a forward, a backward or `infinity.gathered(...)`, are still "
+                f"in use and keep the memory of {self.kept}: keep a clone instead, or delete them"
             )
             hand_on_report(error, explained)
             raise explained from error

@@ -14,7 +14,6 @@ Owned by the training thread. Other threads read only what never changes (`layou
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,6 @@ from infinity.released import (
     mark_requires_grad,
     move_hooks,
 )
-from infinity.torch_compat import is_held_by_code
 from infinity.units import Owned, Owners
 from storage.huge_pages import advise_huge_pages
 
@@ -103,7 +101,6 @@ class FlatGroup:
         self.stand_ins: tuple[ReleasedParameter, ...] = ()
         self.unfrozen: set[int] = set()  # slots of a frozen group that shall train from the next adoption on
         self._taken = TakenData()
-        self._views: list[weakref.ref[torch.Tensor]] = []
 
     @property
     def is_gathered_from_ranks(self) -> bool:
@@ -228,18 +225,6 @@ class FlatGroup:
                 found = module._parameters.get(attribute)
                 if id(found) not in known:
                     raise replaced_error(slot.name, found)
-
-    def note_view(self, view: torch.Tensor) -> None:
-        """The user's code is given a tensor over the memory of a parameter."""
-        self._views.append(weakref.ref(view))
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether code still holds a tensor given to `note_view`; one that only a graph needs does not count."""
-        if not self._views:
-            return False
-        self._views = [view for view in self._views if (tensor := view()) is not None and is_held_by_code(tensor)]
-        return bool(self._views)
 
     def take_data(self, slot: int) -> None:
         """`.data` of a parameter is handed out, through which it can be edited unseen."""

@@ -78,18 +78,11 @@ class OffloadedParameter(nn.Parameter):
         """The values without a graph; what is changed through them is noticed (see `infinity.data_edits`)."""
         data: torch.Tensor = _DATA_GET(self)
         self.ref.group.take_data(self.ref.slot)
-        _note_view(self, data)
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         _set_data(self, value)
-
-    def detach(self) -> torch.Tensor:
-        """As in torch; whoever keeps it keeps the memory of the unit."""
-        view: torch.Tensor = super().detach()
-        _note_view(self, view)
-        return view
 
     @property
     def requires_grad(self) -> bool:
@@ -129,12 +122,6 @@ class OffloadedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse(self.ref.name, "pickle")
-
-
-def _note_view(parameter: OffloadedParameter, view: torch.Tensor) -> None:
-    """A forward, or code between two, has taken a view; what is taken in a backward is torch's, for checkpoints."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
-        parameter.ref.group.note_view(view)
 
 
 def fresh_grad(parameter: OffloadedParameter) -> torch.Tensor | None:

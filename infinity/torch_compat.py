@@ -1,5 +1,6 @@
 """The one place that touches torch interfaces without a stability promise, for torch >= 2.6."""
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -158,12 +159,18 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def tensor_use_counts(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """How often each tensor is used: by its object, by views of it, by graphs. Nothing where torch does not say."""
+    return tuple(tensor._use_count() for tensor in tensors) if hasattr(Tensor, "_use_count") else ()  # type: ignore[attr-defined]
+
+
 def is_held_by_code(tensor: Tensor) -> bool:
     """Whether Python code holds a tensor beside the one variable that holds it here; a graph that saved it does not.
 
-    False where this version of torch, or of Python, does not tell these apart.
+    With hooks for saved tensors a graph counts as code. Where this version of torch, or of Python, does not tell these
+    apart, a tensor in a variable of running code does not count.
     """
-    return holders_are_told_apart() and _is_held(tensor)
+    return _is_held(tensor) if holders_are_told_apart() else are_referred_to([tensor])
 
 
 def _is_held(tensor: Tensor) -> bool:
@@ -172,9 +179,27 @@ def _is_held(tensor: Tensor) -> bool:
     return bool(holders > (tensor._use_count() > 1))  # type: ignore[attr-defined]
 
 
+def are_referred_to(tensors: list[Tensor | None]) -> bool:
+    """Whether attributes, containers or the frames of an exception hold one of these tensors, besides this list.
+
+    What `torch.utils.checkpoint` keeps for the backward, having run a forward again, does not count.
+    """
+    referrers = gc.get_referrers(*(tensor for tensor in tensors if tensor is not None))
+    return any(referrer is not tensors and not _is_of_checkpoint(referrer) for referrer in referrers)
+
+
+def _is_of_checkpoint(holder: object) -> bool:
+    """Whether it is the dictionary of recomputed tensors, whose keys are weak references to handles of checkpoints."""
+    key = next(iter(holder), None) if type(holder) is dict else None
+    return isinstance(key, weakref.ref) and isinstance(key(), checkpoint._Handle)
+
+
 @cache
 def holders_are_told_apart() -> bool:
-    """Try it: on a tensor that code holds, that code and a graph hold, and that only a graph holds."""
+    """Whether it is known which holder of a tensor is code and which a graph.
+
+    Tried on a tensor that code holds, one that code and a graph hold, and one that only a graph holds.
+    """
     if not hasattr(Tensor, "_use_count"):
         return False
 

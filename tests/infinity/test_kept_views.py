@@ -1,22 +1,21 @@
-"""Views of parameters that hooks keep from a forward: they show the present values as long as they live."""
+"""Views of parameters that code keeps from a forward or a backward: they show the present values while they live."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.torch_compat import holders_are_told_apart, is_held_by_code
+from infinity.torch_compat import are_referred_to, holders_are_told_apart, is_held_by_code
 from tests.conftest import MakeEngine
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.zoo import Net, batch, build, loss_of
 
-TOLD_APART = pytest.mark.skipif(
-    not holders_are_told_apart(), reason="this torch does not tell tensors that code holds from those of a graph"
-)
 SCHEDULES = ("synchronous", "overlapped", "deferred")
 
 
@@ -44,6 +43,8 @@ TAKES = {
     "row": lambda w: w[1],
     "transposed": lambda w: w.t(),
     "row of detach": lambda w: w.detach()[1],
+    "row of rows": lambda w: w[1:][0],
+    "part": lambda w: torch.split(w, 1)[0],
 }
 
 
@@ -63,17 +64,20 @@ def test_view_kept_from_an_evaluation(offload: MakeEngine, take: str) -> None:
     nothing_gathered(engine)
 
 
-@TOLD_APART
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("take", ["detach", "data"])
-def test_view_kept_from_a_training_forward(offload: MakeEngine, take: str, schedule: str) -> None:
-    """As in plain PyTorch, it shows what the optimizer makes of the parameter."""
-    models = {"plain": build(Net), "ours": build(Net)}
-    engine = offload(models["ours"], schedule=schedule)
-    optimizers = {
+def _optimizers(models: dict[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
+    return {
         "plain": torch.optim.AdamW(models["plain"].parameters(), fused=True),
         "ours": infinity.AdamW(models["ours"].parameters()),
     }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("take", TAKES)
+def test_view_kept_from_a_training_forward(offload: MakeEngine, take: str, schedule: str) -> None:
+    """As in plain PyTorch, it shows what the optimizer makes of the parameter."""
+    models: dict[str, nn.Module] = {"plain": build(Net), "ours": build(Net)}
+    engine = offload(models["ours"], schedule=schedule)
+    optimizers = _optimizers(models)
     kept = {name: _keep(model, TAKES[take]) for name, model in models.items()}
     for step in range(3):
         losses = [train(models[name], optimizers[name], step) for name in models]
@@ -82,6 +86,154 @@ def test_view_kept_from_a_training_forward(offload: MakeEngine, take: str, sched
         assert torch.equal(kept["ours"][0], kept["plain"][0])
     kept["ours"].clear()
     engine._runtime.gatherer.release_unviewed()
+
+
+class Remembers(nn.Module):
+    """Keeps a view of its weight from every forward, and its loss uses the one of the forward before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
+        self.last: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for line in self.lines:
+            x = torch.tanh(line(x))
+        penalty = sum((view.square().sum() for view in self.last), torch.zeros(()))
+        self.last = [line.weight.T[2:5] for line in self.lines]  # type: ignore[operator,union-attr,index]
+        return x.square().sum() + 0.1 * penalty
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_view_of_the_last_forward_is_part_of_the_loss(offload: MakeEngine, schedule: str) -> None:
+    models: dict[str, nn.Module] = {"plain": build(Remembers), "ours": build(Remembers)}
+    offload(models["ours"], schedule=schedule, unit_classes=["Linear"], resident_threshold=0)
+    optimizers = _optimizers(models)
+    for step in range(4):
+        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(step))
+        losses = []
+        for name, model in models.items():
+            loss = model(x)
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    for ours, plain in zip(models["ours"].last, models["plain"].last, strict=True):  # type: ignore[arg-type]
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("take", TAKES)
+def test_view_kept_from_a_backward(offload: MakeEngine, take: str) -> None:
+    models: dict[str, nn.Module] = {"plain": build(Net), "ours": build(Net)}
+    engine = offload(models["ours"])
+    optimizers = _optimizers(models)
+    kept: dict[str, list[Tensor]] = {}
+    for name, model in models.items():
+        views = kept[name] = []
+
+        def hook(module: nn.Module, args: Any, grads: Any, views: list[Tensor] = views) -> None:
+            views[:] = [TAKES[take](module.weight)]
+
+        model.get_submodule("blocks.1.up").register_full_backward_hook(hook)
+    for step in range(2):
+        losses = [train(models[name], optimizers[name], step) for name in models]
+        assert losses[0] == losses[1]
+        engine.metrics()
+        assert torch.equal(kept["ours"][0], kept["plain"][0])
+
+
+def test_a_view_that_has_grown_old_is_found(offload: MakeEngine) -> None:
+    """A collection in the middle of the forward moves it away from the young objects."""
+    model, plain = build(Net), build(Net)
+    offload(model)
+
+    def take(weight: Tensor) -> Tensor:
+        view = weight[1]
+        gc.collect()
+        return view
+
+    kept = _keep(model, take)
+    loss_of(model, batch(0))
+    assert torch.equal(kept[0], _weight(plain)[1])
+
+
+def test_views_of_what_is_always_there_outlive_the_engine(offload: MakeEngine) -> None:
+    model, plain = build(Net), build(Net)
+    engine = offload(model, resident_threshold="8KiB")
+    assert "head.weight" in {slot.name for group in engine._runtime.resident_groups for slot in group.layout.slots}
+    view = model.get_parameter("head.weight").detach()[1]
+    engine.close()
+    assert torch.equal(view, plain.get_parameter("head.weight")[1])
+
+
+def test_steps_that_are_alike_are_looked_at_once(offload: MakeEngine) -> None:
+    """Where nobody keeps a view, every unit is released as ever, and the objects of Python are not looked through."""
+    model = build(Net)
+    engine = offload(model)
+    optimizer = infinity.AdamW(model.parameters())
+    searches = []
+    for step in range(4):
+        loss = loss_of(model, batch(step))
+        nothing_gathered(engine)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nothing_gathered(engine)
+        optimizer.step()
+        optimizer.zero_grad()
+        searches.append(engine._runtime.gatherer.kept.searches)
+    assert 0 < searches[0] <= 4  # kinds of units, forward and backward
+    assert searches[0] == searches[-1]
+
+
+def test_views_that_only_a_graph_needs_keep_no_memory(offload: MakeEngine) -> None:
+    """Python has objects for them, which the graph keeps alive: they are told from what code holds."""
+
+    class Multiplied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(30, 30) / 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x @ self.weight.t() * self.weight[0].view(1, -1))
+
+    model = build(lambda: nn.Sequential(*(Multiplied() for _ in range(3))))
+    engine = offload(model, unit_classes=["Multiplied"], resident_threshold=0)
+    for _ in range(2):
+        loss = model(torch.randn(4, 30)).sum()
+        nothing_gathered(engine)
+        loss.backward(retain_graph=True)
+        nothing_gathered(engine)
+        loss.backward()
+        nothing_gathered(engine)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_view_kept_from_a_checkpointed_forward(offload: MakeEngine, *, reentrant: bool) -> None:
+    """The forward that is run again in the backward keeps another one."""
+
+    class Checkpointed(Remembers):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self._run, x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+        def _run(self, x: Tensor) -> Tensor:
+            self.last = []
+            return super().forward(x)
+
+    models: dict[str, nn.Module] = {"plain": build(Checkpointed), "ours": build(Checkpointed)}
+    offload(models["ours"], unit_classes=["Linear"], resident_threshold=0)
+    optimizers = _optimizers(models)
+    for step in range(3):
+        losses = []
+        for name, model in models.items():
+            x = torch.randn(4, 30, generator=torch.Generator().manual_seed(step), requires_grad=True)
+            loss = model(x)
+            loss.backward()
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        for ours, plain in zip(models["ours"].last, models["plain"].last, strict=True):  # type: ignore[arg-type]
+            assert torch.equal(ours, plain)
 
 
 def test_detached_values_in_a_graph_keep_no_memory(offload: MakeEngine) -> None:
@@ -127,7 +279,9 @@ def test_kept_views_outlive_the_engine(offload: MakeEngine) -> None:
     assert torch.equal(kept[0], _weight(plain))
 
 
-@TOLD_APART
+@pytest.mark.skipif(
+    not holders_are_told_apart(), reason="this torch does not tell tensors that code holds from those of a graph"
+)
 def test_holders_are_told_apart() -> None:
     weight = torch.ones(3)
     assert is_held_by_code(weight) is False  # nobody but the one who asks
@@ -136,4 +290,19 @@ def test_holders_are_told_apart() -> None:
     graph = torch.ones(3, requires_grad=True) * weight
     del other
     assert not is_held_by_code(weight)
+    assert graph.requires_grad
+
+
+def test_what_refers_to_a_tensor() -> None:
+    """What is asked in a backward, and always with older versions of torch."""
+    weight = torch.ones(3)
+    graph = torch.ones(3, requires_grad=True) * weight
+    assert not are_referred_to([weight])
+    module = nn.Module()
+    module.kept = weight
+    assert are_referred_to([weight])
+    module.kept = [weight]
+    assert are_referred_to([weight])
+    del module.kept
+    assert not are_referred_to([weight])
     assert graph.requires_grad
