@@ -80,6 +80,30 @@ def test_the_step_is_lost_and_the_process_goes_on(
     run.engine.close()
 
 
+def test_a_checkpoint_does_not_take_the_place_of_a_commit_that_is_nearer(
+    tmp_path: Path, drive: Callable[[], FaultyBackend]
+) -> None:
+    """After a lost step `load` names `restore`; after that it loads as ever, and what it loads is committed."""
+    run = run_in(tmp_path, schedule="synchronous", host={"budget": "300KiB"})
+    expected = train_and_note(run, 0, 1)
+    run.engine.save(tmp_path / "saved", scheduler=run.scheduler)
+    expected += train_and_note(run, 1, 3)
+    drive().inject(Fault.IO_ERROR, op=Op.WRITE, when=PARTS["state"], times=None)
+    with pytest.raises((StorageError, infinity.IterationError)):
+        train_and_note(run, 3, 6)
+    drive().clear()
+    with contextlib.suppress(StorageError, infinity.IterationError):  # an update that ran into it, told later
+        run.train(4, 5)
+    with pytest.raises(infinity.IterationError, match=r"engine\.restore\(\) goes back to step 3"):
+        run.engine.load(tmp_path / "saved", optimizer=run.optimizer, scheduler=run.scheduler)
+    run.engine.restore(optimizer=run.optimizer)
+    run.engine.load(tmp_path / "saved", optimizer=run.optimizer, scheduler=run.scheduler)
+    assert run.engine.committed_step == 1
+    assert train_and_note(run, 1, 3) == expected[1:]
+    check_space(run.engine)
+    run.engine.close()
+
+
 def test_a_failure_is_told_and_closing_gives_everything_back(
     tmp_path: Path, drive: Callable[[], FaultyBackend]
 ) -> None:

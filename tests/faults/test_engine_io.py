@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import resource
 import threading
 from collections.abc import Callable
@@ -19,7 +20,15 @@ import infinity
 from infinity.observe.shortages import report_of
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
-from storage.errors import IoError, IoTimeoutError, ReadError, StorageError, SwapFullError, WriteError
+from storage.errors import (
+    IntegrityError,
+    IoError,
+    IoTimeoutError,
+    ReadError,
+    StorageError,
+    SwapFullError,
+    WriteError,
+)
 from storage.types import IoRequest, Op
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import swap_folders
@@ -184,6 +193,34 @@ def test_a_checkpoint_brings_a_lost_step_back(
     gc.collect()  # the frames of the exceptions hold the graph of a backward that failed
     engine._runtime.gatherer.release_unviewed()
     nothing_gathered(engine)
+
+
+@pytest.mark.parametrize("is_everywhere", [True, False])
+def test_a_checkpoint_mends_what_is_damaged_on_the_drive(
+    offload: MakeEngine, tmp_path: Path, is_everywhere: bool
+) -> None:
+    """Bytes of the swap file that somebody else has changed are told, never used, and gone with the next load."""
+    model, engine, optimizer = _make(offload, "synchronous")
+    train(model, optimizer, 0)
+    engine.save(tmp_path / "saved")
+    (file,) = tmp_path.rglob("*.swap")
+    with file.open("r+b") as swap:
+        for place in range(0, file.stat().st_size if is_everywhere else 4096, 4096):
+            swap.seek(place + 100)
+            byte = swap.read(1)
+            swap.seek(place + 100)
+            swap.write(bytes([byte[0] ^ 1]))
+        os.fsync(swap.fileno())
+    with pytest.raises((IntegrityError, infinity.IterationError)):
+        for number in range(1, 4):
+            train(model, optimizer, number)
+    with contextlib.suppress(IntegrityError, infinity.IterationError):  # an update that ran into it, told later
+        train(model, optimizer, 4)
+    engine.load(tmp_path / "saved")
+    for number in (1, 2, 3):
+        train(model, optimizer, number)
+    _assert_trained(model, [0, 1, 2, 3])
+    engine.save(tmp_path / "saved")  # every byte that is stored is sound
 
 
 def test_write_error_of_parameters(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
