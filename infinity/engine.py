@@ -32,13 +32,14 @@ from infinity.meshes import local_of
 from infinity.observe.metrics import Traffic, TrafficBook, metrics_of
 from infinity.observe.trace import Trace
 from infinity.optim.foreign import refuse_foreign_optimizers
+from infinity.optim.view import OptimizerView
 from infinity.order import Phase
 from infinity.plan.summary import Plan
 from infinity.ranks import Ranks
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
 from infinity.tensor_parallel import TensorParallel
-from infinity.updates import OptimizerView, Updates
+from infinity.updates import Updates
 from infinity.weights.match import LoadedWeights
 from storage.drives import WrapBackend
 from storage.space import DriveReport

@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
-from infinity.config import OptimizerKind, Schedule
+from infinity.config import Schedule
 from infinity.consistency import Consistency
 from infinity.errors import ConfigError, IterationError
 from infinity.exchange import ParameterExchange
@@ -27,32 +26,13 @@ from infinity.observe.stalls import StallCause
 from infinity.optim.group_update import GroupUpdate
 from infinity.optim.hyper import Hyper
 from infinity.optim.taking import take_optimizer
+from infinity.optim.view import OptimizerView
 from infinity.rank_gradients import RankGradientSink
 from infinity.runtime import Runtime
 from infinity.waiting_gradients import WaitingGradients
 from storage.types import Ticket
 
 _log = logging.getLogger(__name__)
-
-
-class OptimizerView(Protocol):
-    """What the engine needs to know of the user's optimizer."""
-
-    @property
-    def max_grad_norm(self) -> float | None: ...
-
-    @property
-    def kind(self) -> OptimizerKind:
-        """Which state it needs."""
-
-    def hyper_of(self, group: FlatGroup, slot: int) -> Hyper | None:
-        """Hyperparameters of a slot as they are now; None when the optimizer does not hold it."""
-
-    def slots(self) -> Iterable[tuple[FlatGroup, int]]:
-        """Every slot the optimizer holds, in the order of its parameter groups."""
-
-    def adopted(self) -> None:
-        """The model has changed and was planned anew: slots are others, and some parameters are gone."""
 
 
 class Updates:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from storage.backends.base import Backend
+from storage.backends.faulty import FaultyBackend
 from storage.store import ShardStore
 
 Wrap = Callable[[Backend], Backend]
@@ -25,3 +26,15 @@ def wrap_drives(monkeypatch: pytest.MonkeyPatch, wrap: Wrap, store: type[Any] = 
         return really_open(*args, wrap_backend=both, **settings)
 
     monkeypatch.setattr(store, "open", open_wrapped)
+
+
+def wrap_faulty(monkeypatch: pytest.MonkeyPatch, store: type[Any] = ShardStore) -> Callable[[], FaultyBackend]:
+    """Every store opened from now on can fail; what is returned gives the backend of the one opened last."""
+    made: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        made.append(FaultyBackend(backend))
+        return made[-1]
+
+    wrap_drives(monkeypatch, wrap, store)
+    return lambda: made[-1]

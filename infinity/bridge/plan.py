@@ -26,12 +26,13 @@ class SectionSizes:
     """Bytes per element of a section: of its state, and of parameters that are copied to be updated (else 0)."""
 
     layout: FlatLayout
-    state: int
-    param: int
+    state_nbytes: int
+    param_nbytes: int
 
     @property
-    def transit(self) -> int:
-        return self.state + self.param + _GRAD_NBYTES
+    def transit_nbytes(self) -> int:
+        """Of what is on its way while it is updated."""
+        return self.state_nbytes + self.param_nbytes + _GRAD_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +61,27 @@ def plan_state(sections: Sequence[SectionSizes], host_nbytes: int, chunk_nbytes:
     Raises:
         PlacementError: the budget is too small, with the smallest that works.
     """
-    state = max(section.state for section in sections)
-    transit = max(section.transit for section in sections)
+    state_nbytes = max(section.state_nbytes for section in sections)
+    transit_nbytes = max(section.transit_nbytes for section in sections)
     longest = max(section.layout.numel for section in sections)
     wanted = _TARGET_STATE_NBYTES if chunk_nbytes is None else chunk_nbytes
-    numel = min(align_down(wanted // (state or transit), SHARD_ALIGN_NUMEL), longest)
+    numel = min(align_down(wanted // (state_nbytes or transit_nbytes), SHARD_ALIGN_NUMEL), longest)
     if chunk_nbytes is None:
-        numel = min(numel, align_down(host_nbytes // (2 * DEPTH * transit), SHARD_ALIGN_NUMEL))
+        numel = min(numel, align_down(host_nbytes // (2 * DEPTH * transit_nbytes), SHARD_ALIGN_NUMEL))
     numel = max(numel, SHARD_ALIGN_NUMEL)
-    minimum = DEPTH * numel * transit
-    if minimum > host_nbytes:
+    minimum_nbytes = DEPTH * numel * transit_nbytes
+    if minimum_nbytes > host_nbytes:
         raise PlacementError(
-            f"host budget: {format_nbytes(host_nbytes)} given, {format_nbytes(minimum)} needed: {DEPTH} chunks in "
-            f"transit, each of {numel} elements of {transit} bytes (state {state}, gradient {_GRAD_NBYTES}, the rest "
-            "parameters that are copied)"
+            f"host budget: {format_nbytes(host_nbytes)} given, {format_nbytes(minimum_nbytes)} needed: {DEPTH} chunks "
+            f"in transit, each of {numel} elements of {transit_nbytes} bytes (state {state_nbytes}, gradient "
+            f"{_GRAD_NBYTES}, the rest parameters that are copied)"
         )
-    left = host_nbytes - minimum
+    left_nbytes = host_nbytes - minimum_nbytes
     kept, kept_nbytes, nvme_nbytes = [], 0, 0
     for section in sections:
-        sizes = [(chunk.stop - chunk.start) * section.state for chunk in section.layout.cut(numel)]
+        sizes = [(chunk.stop - chunk.start) * section.state_nbytes for chunk in section.layout.cut(numel)]
         count = 0
-        while count < len(sizes) and kept_nbytes + sizes[count] <= left:
+        while count < len(sizes) and kept_nbytes + sizes[count] <= left_nbytes:
             kept_nbytes += sizes[count]
             count += 1
         kept.append(count)

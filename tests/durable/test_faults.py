@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import infinity
-from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import StorageError
 from storage.types import IoRequest, Op
 from storage.versioned import VersionedStore
-from tests.drives import wrap_drives
+from tests.drives import wrap_faulty
 from tests.durable.test_steps import check_space, note, run_in
 from tests.resume import Run
 
@@ -25,16 +24,9 @@ PARTS: dict[str, Callable[[IoRequest], bool]] = {
 
 
 @pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBackend]]:
+def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FaultyBackend]:
     """The backend of the engine made last, ready to fail."""
-    made: list[FaultyBackend] = []
-
-    def wrap(backend: Backend) -> Backend:
-        made.append(FaultyBackend(backend))
-        return made[-1]
-
-    wrap_drives(monkeypatch, wrap, VersionedStore)
-    yield lambda: made[-1]
+    return wrap_faulty(monkeypatch, VersionedStore)
 
 
 def train_and_note(run: Run, start: int, stop: int) -> list[float]:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
-from storage.backends.base import Backend
 from storage.backends.faulty import FaultyBackend
-from tests.drives import wrap_drives
+from tests.drives import wrap_faulty
 
 
 @pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], FaultyBackend]]:
+def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FaultyBackend]:
     """The backend of the engine made last, ready to fail."""
-    made: list[FaultyBackend] = []
-
-    def wrap(backend: Backend) -> Backend:
-        made.append(FaultyBackend(backend))
-        return made[-1]
-
-    wrap_drives(monkeypatch, wrap)
-    yield lambda: made[-1]
+    return wrap_faulty(monkeypatch)
