@@ -1,6 +1,6 @@
 """Infinity beside DeepSpeed ZeRO-Infinity and plain PyTorch in memory: the same model, batches, precision and disk.
 
-    python benchmarks/peer_deepspeed.py --driver train_deepspeed.py --python .venv-ds/bin/python --directory DIR
+    python -m benchmarks.peer_deepspeed --driver train_deepspeed.py --python .venv-ds/bin/python --directory DIR
         [--size 110m | 396m] [--rounds 3] [--steps 5] [--host-budget 256MiB --device-budget 192MiB] [--json FILE]
 
 DeepSpeed runs in its own virtual environment, under a driver that takes --mode, --swap, --hidden, ... and prints one
