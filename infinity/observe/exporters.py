@@ -12,10 +12,12 @@ for each sink.
 from __future__ import annotations
 
 import csv
+import json
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -48,10 +50,22 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One object per step and line. Each line is there as soon as it is written. JSON has no NaN: it becomes null."""
+    """One object per step and line. Each line is there as soon as it is written. JSON has no NaN: it becomes null.
 
-    def __init__(self, path: str | Path) -> None:
-        self._file = _opened(Path(path))
+    Args:
+        first_step: of the rows to come. If it is not 0, a file that is there is continued: rows of earlier steps stay,
+            those of steps that come again go.
+
+    Raises:
+        ConfigError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: str | Path, *, first_step: int = 0) -> None:
+        path = Path(path)
+        with _told(path):
+            before = path.read_text(encoding="utf-8").splitlines() if first_step and path.exists() else []
+            kept = [f"{line}\n" for line in before if _step_of(line) < first_step]
+            self._file = _replaced(path, lambda file: file.writelines(kept))
 
     def write(self, step: int, values: Values) -> None:
         self._file.write(json_text({"step": step, **values}) + "\n")
@@ -62,12 +76,24 @@ class JsonLines:
 
 
 class Csv:
-    """One line per step under a header; a value that first appears later adds a column to the whole file."""
+    """One line per step under a header; a value that first appears later adds a column to the whole file.
 
-    def __init__(self, path: str | Path) -> None:
+    Args:
+        first_step: as of `JsonLines`.
+
+    Raises:
+        ConfigError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: str | Path, *, first_step: int = 0) -> None:
         self._path = Path(path)
-        self._file = _opened(self._path)
         self._columns: list[str] = []
+        rows: list[dict[str, str]] = []
+        with _told(self._path):
+            if first_step and self._path.exists():
+                self._columns, before = self._read()
+                rows = [row for row in before if row.get("step", "").isdecimal() and int(row["step"]) < first_step]
+            self._file = self._written(rows)
 
     def write(self, step: int, values: Values) -> None:
         row: dict[str, float] = {"step": step, **values}
@@ -77,22 +103,30 @@ class Csv:
         csv.DictWriter(self._file, self._columns, restval="").writerow(row)
         self._file.flush()
 
-    def _widen(self, new: Sequence[str]) -> None:
-        """Write the file again with more columns, beside the old one until it is complete."""
-        self._file.close()
-        with self._path.open(newline="", encoding="utf-8") as old:
-            rows = list(csv.DictReader(old))
-        self._columns += new
-        beside = self._path.with_name(f"{self._path.name}.new")
-        with beside.open("w", newline="", encoding="utf-8") as wider:
-            writer = csv.DictWriter(wider, self._columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(beside, self._path)
-        self._file = self._path.open("a", newline="", encoding="utf-8")
-
     def close(self) -> None:
         self._file.close()
+
+    def _widen(self, new: Sequence[str]) -> None:
+        self._file.close()
+        _, rows = self._read()
+        self._columns = [*self._columns, *new]
+        self._file = self._written(rows)
+
+    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
+        """Columns and whole rows; the last one of a process that was killed may be cut off."""
+        with self._path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows = [row for row in reader if None not in row and None not in row.values()]
+            return list(reader.fieldnames or ()), rows
+
+    def _written(self, rows: Sequence[Mapping[str, str]]) -> IO[str]:
+        def write(file: IO[str]) -> None:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            if self._columns:
+                writer.writeheader()
+            writer.writerows(rows)
+
+        return _replaced(self._path, write)
 
 
 class ScalarWriter(Protocol):
@@ -162,7 +196,7 @@ class MetricsLog(Closing):
         engine: whose counters are logged.
         sinks: sinks, or files: `.jsonl`, `.csv`, or `.prom` for Prometheus' node exporter.
         every: rows are written after this many steps.
-        first_step: number of the first step to come.
+        first_step: number of the first step to come; of a run that goes on, files keep the rows of earlier steps.
 
     Raises:
         ConfigError: a file that cannot be written or of another kind.
@@ -178,7 +212,7 @@ class MetricsLog(Closing):
         self._sinks: list[Sink] = []
         try:
             for sink in sinks:
-                self._sinks.append(_sink_of(sink) if isinstance(sink, str | Path) else sink)
+                self._sinks.append(_sink_of(Path(sink), first_step) if isinstance(sink, str | Path) else sink)
         except BaseException:
             self.close()
             raise
@@ -213,13 +247,12 @@ def _growth(before: Values, now: Values, name: str) -> float:
     return value - then if value >= then else value
 
 
-def _sink_of(path: str | Path) -> Sink:
-    path = Path(path)
+def _sink_of(path: Path, first_step: int) -> Sink:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
-        return JsonLines(path)
+        return JsonLines(path, first_step=first_step)
     if suffix == ".csv":
-        return Csv(path)
+        return Csv(path, first_step=first_step)
     if suffix == ".prom":
         from infinity.observe.prometheus import PrometheusFile
 
@@ -227,8 +260,26 @@ def _sink_of(path: str | Path) -> Sink:
     raise ConfigError(f"{path}: cannot tell what kind of metrics file this is; allowed: .jsonl, .csv, .prom")
 
 
-def _opened(path: Path) -> IO[str]:
+def _step_of(line: str) -> float:
+    """The step of a row; none comes before a line that is no row, such as the last one of a process that was killed."""
     try:
-        return path.open("w", newline="", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _replaced(path: Path, write: Callable[[IO[str]], object]) -> IO[str]:
+    """The file with new contents, written beside it until they are complete; open for what follows."""
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("w", newline="", encoding="utf-8") as file:
+        write(file)
+    os.replace(beside, path)
+    return path.open("a", newline="", encoding="utf-8")
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error

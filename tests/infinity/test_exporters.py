@@ -172,6 +172,34 @@ def test_a_value_that_appears_later_adds_a_column(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["m.csv"]
 
 
+def test_a_run_that_goes_on_continues_its_files(tmp_path: Path) -> None:
+    """Rows of earlier steps stay; those of steps that come again, and a line that a kill cut off, go."""
+    files = [tmp_path / "run.jsonl", tmp_path / "run.csv"]
+    with MetricsLog(Counting(), [*files]) as log:
+        for loss in (5.0, 4.0, 3.0):
+            log.step(loss=loss)
+    for file in files:
+        file.write_text(file.read_text()[:-4])
+    with MetricsLog(Counting(), [*files], first_step=1) as log:
+        log.step(loss=4.5, accuracy=0.5)
+    lines = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 5.0), (1, 4.5)]
+    with files[1].open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["loss"], row["accuracy"]) for row in rows] == [("0", "5.0", ""), ("1", "4.5", "0.5")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.csv", "run.jsonl"]
+    with MetricsLog(Counting(), [*files]) as log:  # another run
+        log.step(loss=1.0)
+    assert [len(file.read_text().splitlines()) for file in files] == [1, 2]
+
+
+def test_a_file_that_cannot_be_continued_is_refused_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(infinity.ConfigError, match=r"run\.jsonl: cannot be written: .*utf-8"):
+        MetricsLog(Counting(), [tmp_path / "run.jsonl"], first_step=1)
+    assert (tmp_path / "run.jsonl").read_bytes() == b"\xff\xfe"
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_reads_the_scalars(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
