@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ from infinity.plan.report import change_json, plan_json, stages_json, sweep_json
 from infinity.plan.scheduler_trace import read_trace, replay_json
 from infinity.plan.simulate import simulate
 from infinity.plan.stages import stage_rows
-from infinity.plan.timeline import chrome_trace, graph_objects, page, timeline_figure
+from infinity.plan.timeline import chrome_trace
+from infinity.report.document import graph_objects
+from infinity.report.plan_page import plan_page, sweep_figure, timeline_figure
 from infinity.sizes import GIB, MIB, parse_nbytes
 
 _DEFAULT_GPU, _DEFAULT_DRIVE = "rtx4090", "990pro-4tb"
@@ -233,7 +235,7 @@ def _replay(path: Path, options: PlanOptions, console: Console) -> None:
     write_json(options.json, replay_json(trace, simulated.step_s, moved, simulated.stalls_s))
     title = f"One step of {path.name}, replayed: {simulated.step_s:.3f} s"
     if options.html is not None:
-        write_text("--html", options.html, page(title, [timeline_figure(simulated.spans, title)]))
+        write_text("--html", options.html, plan_page(title, "Timeline", timeline_figure(simulated.spans)))
     if options.trace is not None:
         write_text("--trace", options.trace, chrome_trace(simulated.spans))
 
@@ -265,25 +267,16 @@ def _write(options: PlanOptions, result: dict[str, Any], figures: Sequence[Any])
     write_json(options.json, result)
     for shown in figures:
         if options.html is not None:
-            figure, title = _figure(shown)
-            write_text("--html", options.html, page(title, [figure]))
+            write_text("--html", options.html, _page(shown))
         if options.trace is not None and isinstance(shown, StepPlan):
             write_text("--trace", options.trace, chrome_trace(shown.simulated.spans))
 
 
-def _figure(shown: StepPlan | advise.Sweep) -> tuple[Any, str]:
+def _page(shown: StepPlan | advise.Sweep) -> str:
     if isinstance(shown, StepPlan):
         title = f"One step of {shown.request.model.name} on {shown.request.hardware.describe()}: {shown.step_s:.3f} s"
-        return timeline_figure(shown.simulated.spans, title), title
-    figure = graph_objects().Figure()
-    values = [v for v, point in zip(shown.values, shown.points, strict=True) if point.plan is not None]
-    plans = [point.plan for point in shown.points if point.plan is not None]
-    readers: list[tuple[str, Callable[[StepPlan], float]]] = [
-        ("predicted", lambda plan: plan.step_s),
-        ("lower bound", lambda plan: plan.bound_s),
-    ]
-    for name, read in readers:
-        figure.add_scatter(name=name, x=values, y=[read(plan) for plan in plans], mode="lines+markers")
+        return plan_page(title, "Timeline", timeline_figure(shown.simulated.spans))
+    plans = {v: point.plan for v, point in zip(shown.values, shown.points, strict=True) if point.plan is not None}
+    seconds = {"predicted": [p.step_s for p in plans.values()], "lower bound": [p.bound_s for p in plans.values()]}
     title = f"Seconds per step by {shown.name}"
-    figure.update_layout(title=title, xaxis_title=shown.name, yaxis_title="seconds", yaxis_rangemode="tozero")
-    return figure, title
+    return plan_page(title, "Sweep", sweep_figure(shown.name, list(plans), seconds))

@@ -1,14 +1,12 @@
-"""The timeline of a simulated step: as Chrome's trace, and as one page that needs nothing else."""
+"""The timeline of a simulated step, and Chrome's trace of it; `infinity.report.plan_page` draws it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from infinity.errors import ConfigError
 from infinity.observe.chrome import lanes_apart
 
 _PROCESS = 1  # viewers take 0 for the idle process
@@ -51,57 +49,3 @@ def chrome_trace(spans: Sequence[Span]) -> str:
 
 def _name_row(kind: str, track: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
-
-
-def timeline_figure(spans: Sequence[Span], title: str) -> Any:
-    """A plotly figure, one row per lane.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    go = graph_objects()
-    origin_s = min((span.start_s for span in spans), default=0.0)
-    figure = go.Figure()
-    for lane in reversed(lanes_of(spans)):
-        mine = [span for span in spans if span.lane == lane]
-        figure.add_bar(
-            name=lane,
-            y=[lane] * len(mine),
-            base=[span.start_s - origin_s for span in mine],
-            x=[span.end_s - span.start_s for span in mine],
-            text=[span.name for span in mine],
-            hovertemplate="%{text}<br>from %{base:.4f} s, %{x:.4f} s<extra></extra>",
-            textposition="none",
-            orientation="h",
-            opacity=0.6,
-            marker_line_width=0.5,
-        )
-    figure.update_layout(title=title, barmode="overlay", xaxis_title="seconds", showlegend=False)
-    return figure
-
-
-def graph_objects() -> Any:
-    """plotly's module of figures.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    try:
-        import plotly.graph_objects as go
-    except ImportError as error:
-        raise ConfigError("figures need plotly: pip install plotly") from error
-    return go
-
-
-def page(title: str, figures: Sequence[Any]) -> str:
-    """One HTML page with all figures that needs no network."""
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=number == 0, div_id=f"figure{number}")
-        for number, figure in enumerate(figures)
-    ]
-    head = (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title></head><body>\n"
-    )
-    return head + "\n".join(parts) + "\n</body></html>\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from infinity.plan.timeline import graph_objects
+from infinity.report.document import graph_objects
 from infinity.report.palette import SERIES, colour_of, colour_of_cause, name_of
 from infinity.report.record import RunRecord
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from html import escape
 from typing import Any, NamedTuple
 
-from infinity.plan.timeline import graph_objects
 from infinity.report import charts
-from infinity.report.assets import SCRIPT, STYLE
+from infinity.report.document import KEYS, Document
 from infinity.report.record import RunRecord, RunState
 from infinity.report.tables import overview, prediction, settings, stalls, wear
-
-_CONFIG: dict[str, Any] = {"responsive": True, "displayModeBar": False, "scrollZoom": True}
-_HEIGHT_PX = 320
-_KEYS = (
-    "Figures: drag to move, click and wheel to zoom, double-click for all of it; with the keyboard Tab to one, then "
-    "← → + −, 0 for all of it, Esc to leave."
-)
 
 
 class _Section(NamedTuple):
@@ -75,52 +66,24 @@ def page(record: RunRecord) -> str:
     Raises:
         ConfigError: plotly is not installed.
     """
-    graph_objects()
-    from plotly.offline import get_plotlyjs
-
-    figures: dict[str, Any] = {}
-    parts = [
-        _heading(record),
-        _notice(record),
-        overview(record),
-        _titled("stalls", "Where the time went", stalls(record)),
-    ]
+    document = Document(record.name)
+    document.add(_heading(record) + _notice(record) + overview(record))
+    document.add_section("stalls", "Where the time went", stalls(record))
     for section in _FIGURES:
         figure = section.make(record)
         if figure is None:
-            parts.append(_titled(section.name, section.title, f"<p>{section.without}</p>"))
-            continue
-        height_px = figure.layout.height or _HEIGHT_PX
-        figures[f"figure-{section.name}"] = json.loads(figure.to_json()) | {"config": _CONFIG}
-        drawn = (
-            f'<figure id="figure-{section.name}" style="height:{height_px}px" tabindex="0" role="group" '
-            f'aria-label="{section.title}"></figure>'
-        )
-        parts.append(_titled(section.name, section.title, f"<p>{section.caption}</p>{drawn}"))
-    parts += [_titled(name, title, make(record)) for name, title, make in _TABLES]
-    for made in figures.values():
-        made["layout"].pop("template", None)
-        made["layout"].pop("height", None)  # the element's
-    data = json.dumps(figures).replace("</", "<\\/")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<title>{escape(record.name)} · Infinity</title><link rel="icon" href="data:,"><style>{STYLE}</style></head>'
-        "<body>\n"
-        + "\n".join(parts)
-        + f'\n<script type="application/json" id="figures">{data}</script>\n<script>{get_plotlyjs()}</script>\n'
-        f"<script>{SCRIPT}</script>\n</body></html>\n"
-    )
-
-
-def _titled(name: str, title: str, body: str) -> str:
-    return f'<h2 id="{name}">{title}</h2>{body}'
+            document.add_section(section.name, section.title, f"<p>{section.without}</p>")
+        else:
+            document.add_figure(section.name, section.title, figure, f"<p>{section.caption}</p>")
+    for name, title, make in _TABLES:
+        document.add_section(name, title, make(record))
+    return document.to_html()
 
 
 def _heading(record: RunRecord) -> str:
     names = [("stalls", "Time"), *((s.name, s.title) for s in _FIGURES), *((n, title) for n, title, _ in _TABLES)]
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title in names)
-    return f'<h1>Run {escape(record.name)}</h1><nav aria-label="Sections">{links}</nav><p>{_KEYS}</p>'
+    return f'<h1>Run {escape(record.name)}</h1><nav aria-label="Sections">{links}</nav><p>{KEYS}</p>'
 
 
 def _notice(record: RunRecord) -> str:

@@ -51,7 +51,7 @@ def test_the_page_needs_no_network_and_the_trace_has_every_lane(tmp_path: Path) 
     call("plan", *SMALL, "--no-advice", "--html", tmp_path / "p.html", "--trace", tmp_path / "p.trace")
     page = (tmp_path / "p.html").read_text()
     assert "<script src" not in page
-    assert "Plotly.newPlot" in page
+    assert "Plotly.react" in page
     trace = json.loads((tmp_path / "p.trace").read_text())
     chrome_format.check(trace)
     events = trace["traceEvents"]
@@ -100,7 +100,7 @@ def test_a_sweep_gives_a_table_and_a_plot(tmp_path: Path) -> None:
     steps = [point["step_seconds"] for point in report["sweep"]["points"]]
     assert len(steps) == 3
     assert steps == sorted(steps, reverse=True)
-    assert "Plotly.newPlot" in (tmp_path / "sweep.html").read_text()
+    assert "Plotly.react" in (tmp_path / "sweep.html").read_text()
 
 
 def test_a_search_ranks_plans(tmp_path: Path) -> None:

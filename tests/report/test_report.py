@@ -17,8 +17,10 @@ import pytest
 from infinity.cli.files import write_json
 from infinity.cli.records import StepRecord
 from infinity.errors import ConfigError
+from infinity.plan.timeline import Span
 from infinity.report.charts import drives, losses, stalls_by_step, step_times, tiers, timeline
 from infinity.report.page import page
+from infinity.report.plan_page import plan_page, sweep_figure, timeline_figure
 from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunRecord, RunState
 from infinity.report.remedies import remedy_of
 from storage.backends.base import Backend
@@ -358,6 +360,21 @@ def test_a_browser_draws_every_figure_without_an_error(
     assert console == []
     (said,) = re.findall("<title>(.*)</title>", drawn)
     assert said == f"{width_px} px, {html.count('<figure')} figures, 0 too wide, 0 over"
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("width_px", [1200, 360])
+def test_a_browser_draws_the_page_of_a_plan_without_an_error(tmp_path: Path, width_px: int) -> None:
+    spans = [Span(lane, "blocks.0 <&>", n, n + 0.8) for n, lane in enumerate(("compute", "nvme read", "nvme read"))]
+    figures = [timeline_figure(spans), sweep_figure("host-memory", ["64 GiB", "128 GiB"], {"predicted": [2.0, 1.0]})]
+    count = "setTimeout(() => say(document.querySelectorAll('.main-svg').length > 0 ? 'drawn' : 'nothing'), 2000);"
+    for figure in figures:
+        html = plan_page("a plan <&>", "Figure", figure)
+        drawn, console = browse(tmp_path, html, script=count, width_px=width_px)
+        assert console == []
+        assert "<title>drawn</title>" in drawn
 
 
 @needs_browser
