@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +205,19 @@ def test_resuming_gives_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None
     assert len(list((tmp_path / "kept").glob("epoch*.ckpt"))) == 1  # the callback has removed the older one
 
 
-def test_checkpoints_are_those_of_the_engine(tmp_path: Path) -> None:
+@contextmanager
+def saved(folder: Path) -> Iterator[tuple[Any, Bytes]]:
+    """A Trainer and the module that it has trained, saved as `saved.ckpt`."""
     ours = module()
-    with InfinityStrategy(config(tmp_path)) as strategy:
-        run = trainer(tmp_path, strategy)
+    with InfinityStrategy(config(folder)) as strategy:
+        run = trainer(folder, strategy)
         run.fit(ours, batches())
-        run.save_checkpoint(tmp_path / "saved.ckpt")
+        run.save_checkpoint(folder / "saved.ckpt")
+        yield run, ours
+
+
+def test_checkpoints_are_those_of_the_engine(tmp_path: Path) -> None:
+    with saved(tmp_path) as (_, ours):
         trained = values(ours)
     again = module()
     with infinity.offload(again, config(tmp_path), weights=tmp_path / "saved.ckpt"):
@@ -217,11 +226,7 @@ def test_checkpoints_are_those_of_the_engine(tmp_path: Path) -> None:
 
 
 def test_evaluation_in_another_process_loads_a_checkpoint(tmp_path: Path) -> None:
-    ours = module()
-    with InfinityStrategy(config(tmp_path)) as strategy:
-        run = trainer(tmp_path, strategy)
-        run.fit(ours, batches())
-        run.save_checkpoint(tmp_path / "saved.ckpt")
+    with saved(tmp_path) as (run, ours):
         expected = run.validate(ours, batches(), verbose=False)
     with InfinityStrategy(config(tmp_path)) as strategy:
         run = trainer(tmp_path, strategy)
