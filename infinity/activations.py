@@ -46,11 +46,12 @@ _KIND = "activation"
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One saved input. In host memory while it has a block; in the swap files when `write` has succeeded."""
+    """One saved input. In host memory while its block is filled; in the swap files when `write` has succeeded."""
 
     nbytes: int  # whole pages
     payload_nbytes: int
     block: HostBlock | None = None
+    is_filled: bool = False  # the block holds the input, or will when `read` is over
     key: str = ""
     write: Ticket | None = None
     read: Ticket | None = None
@@ -64,6 +65,7 @@ class _Entry:
         return any(ticket is not None and not ticket.done for ticket in (self.write, self.read))
 
     def leave_memory(self) -> None:
+        self.is_filled = False
         if self.block is not None:
             self.block.release()
         self.block = self.read = None
@@ -158,19 +160,21 @@ class Activations:
         inputs = _Inputs([saved.get(id(leaf), leaf) for leaf in leaves], spec)
         devices = {tensor.device for tensor in tensors.values()}
         run = CheckpointRun(partial(self._run_again, module, inputs), devices)
-        self._runs.append(run)
+        self._runs.append(run)  # first: wherever Ctrl-C comes, a run that has begun is known, and will be abandoned
+        run.begin()
         return run
 
     def end(self, run: CheckpointRun, *, is_complete: bool) -> None:
         """It is over, or it has failed."""
+        run.end() if is_complete else run.abandon()
         if run in self._runs:
             self._runs.remove(run)
-        run.end() if is_complete else run.abandon()
 
     def abandon(self) -> None:
         """A forward was interrupted between the two: nothing stays open."""
         while self._runs:
-            self._runs.pop().abandon()
+            self._runs[-1].abandon()
+            self._runs.pop()
 
     def _run_again(self, module: nn.Module, inputs: _Inputs) -> None:
         """In backward: this forward saves what backward needs. It ends early, with an exception, when all is there."""
@@ -201,6 +205,7 @@ class Activations:
         start_s = time.perf_counter()
         with torch.no_grad():
             self._flat(entry, tensor.dtype, tensor.numel()).copy_(_memory_of(tensor.detach()))
+        entry.is_filled = True
         self._crossed(LinkDirection.D2H, tensor.nbytes, start_s)
         self.packed_nbytes += tensor.nbytes
         self._entries.append(entry)
@@ -222,8 +227,9 @@ class Activations:
             raise InfinityError("this engine is closed; the activations of its forwards are gone")
         self._reap()
         entry = saved.entry
-        if entry.block is None:
-            self._take_memory(entry)
+        if not entry.is_filled:
+            if entry.block is None:
+                self._take_memory(entry)
             self._read(entry, Priority.DEMAND)
         if entry.read is not None:
             self._stalls.wait(entry.read, StallCause.ACTIVATION)
@@ -324,6 +330,7 @@ class Activations:
         entry.read = store.submit_read(
             entry.key, block.memory, priority=priority, tag=tag, payload_nbytes=payload_nbytes
         )
+        entry.is_filled = True
 
     def _read_ahead(self, entry: _Entry) -> None:
         """Start to read the inputs that were packed before, newest first, as far as there is memory."""

@@ -143,6 +143,9 @@ class CheckpointRun:
         self._steps = make(
             lambda *_: forward(), True, checkpoint.noop_context_fn, "default", False, *stops_early, *markers
         )
+
+    def begin(self) -> None:
+        """The forward begins: from now on it saves nothing."""
         next(self._steps)
 
     def end(self) -> None:
@@ -150,7 +153,7 @@ class CheckpointRun:
         next(self._steps, None)
 
     def abandon(self) -> None:
-        """The forward has failed. Runs are abandoned in the reverse order of their beginning."""
+        """The forward has failed. Runs are abandoned in the reverse order of their beginning. Idempotent."""
         self._steps.close()
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.ending import end_executor
+from infinity.torch_compat import CheckpointRun
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.pool import map_private
 from storage.store import ShardStore
@@ -109,6 +110,72 @@ def test_a_forward_that_was_interrupted_leaves_no_claim(
         train(model, optimizer, number)
     assert not [copy for copy in engine._runtime.copies if copy.is_claimed and not copy.pinned]
     nothing_gathered(engine)
+
+
+@pytest.mark.parametrize("moment", ["begin", "end"])
+def test_a_checkpoint_that_was_interrupted_while_it_began_or_ended_is_over(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """What is computed next would otherwise be saved as a part of it, and computed again from inputs of before."""
+    losses: list[list[float]] = []
+    for is_interrupted in (False, True):
+        model, engine, optimizer = _make(offload, "deferred", activations={"policy": "nvme", "host_budget": "64KiB"})
+        losses.append([train(model, optimizer, 0)])
+        if is_interrupted:
+            with monkeypatch.context() as patch:
+                does, calls = getattr(CheckpointRun, moment), _Once(lambda: None, at_call=2)
+
+                def interrupted(run: CheckpointRun, does: Any = does, calls: _Once = calls) -> None:
+                    if moment == "begin":  # Python looks for signals once the call that has begun it is over
+                        does(run)
+                    calls()
+                    if moment == "end":
+                        does(run)
+
+                patch.setattr(CheckpointRun, moment, interrupted)
+                with pytest.raises(KeyboardInterrupt) as error:
+                    loss_of(model, batch(1))
+            optimizer.zero_grad()
+            assert error.value.__traceback__ is not None  # its frames keep what was under way
+        losses[-1] += [train(model, optimizer, number) for number in (1, 2)]
+        with torch.enable_grad():
+            (torch.ones(3, requires_grad=True) ** 2).sum().backward()
+        nothing_gathered(engine)
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+def _first_of(entries: list[Any], does: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises KeyboardInterrupt when it is called for one of these entries for the first time."""
+    interrupt = _Once(does)
+    return lambda entry, priority: (interrupt if entry in entries else does)(entry, priority)
+
+
+def test_an_input_whose_read_was_interrupted_is_read_again(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward of another forward has begun to read it ahead; its memory would be taken for the input."""
+    trained: list[list[torch.Tensor]] = []
+    for is_interrupted in (False, True):
+        model, engine, optimizer = _make(offload, "deferred", activations={"policy": "nvme", "host_budget": "32KiB"})
+        first = loss_of(model, batch(0))
+        activations = engine._runtime.activations
+        mine = list(activations._entries)
+        second = loss_of(model, batch(1))
+        if is_interrupted:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(activations, "_read", _first_of(mine, activations._read))
+                second.backward()  # type: ignore[no-untyped-call]
+        else:
+            second.backward()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad()
+        first.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        with infinity.gathered(model):
+            trained.append([parameter.detach().clone() for parameter in model.parameters()])
+        engine.close()
+    for wanted, found in zip(*trained, strict=True):
+        assert torch.equal(wanted, found)
 
 
 @pytest.mark.parametrize("schedule", ["synchronous", "deferred"])
