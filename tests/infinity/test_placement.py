@@ -18,7 +18,9 @@ from infinity.devices.cpu import CpuDevice
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
 from infinity.grouping import make_groups
+from infinity.groups import ALONE
 from infinity.init import staging_nbytes
+from infinity.layout import Sharding
 from infinity.optim.kernels import kernel_for
 from infinity.optim.records import GroupState
 from infinity.placement import Placement, make_placement
@@ -35,7 +37,7 @@ def request_of(model: nn.Module, precision: Precision = Precision.FP32, **change
     """What the engine would ask for, with budgets that hold everything unless `changes` says otherwise."""
     specs = partition(model, resident_threshold_nbytes=changes.pop("threshold_nbytes", KIB))
     kernel = kernel_for(precision)
-    groups, units = make_groups(specs, precision, kernel, CpuDevice(PLENTY))
+    groups, units = make_groups(specs, precision, kernel, CpuDevice(PLENTY), changes.pop("sharding", ALONE))
     request = Request(
         units=units,
         groups=groups,
@@ -62,6 +64,20 @@ def smallest_host_nbytes(request: Request) -> int:
     plan = make_placement(replace(request, host_budget_nbytes=PLENTY, device_budget_nbytes=PLENTY))
     assert plan.host_minimum_nbytes <= plan.host_whole_nbytes
     return plan.host_minimum_nbytes
+
+
+@pytest.mark.parametrize(("stage", "advice"), [(3, "more than 2 ranks make it"), (1, "stage=3 divides it by 2")])
+def test_ranks_are_told_what_makes_their_shards_smaller(stage: int, advice: str) -> None:
+    """What several ranks share does not pass host memory in chunks; what fits one rank is refused with a way out."""
+    request = request_of(nn.Sequential(nn.Linear(2048, 2048), nn.Linear(64, 64)))
+    smallest = smallest_host_nbytes(request)
+    assert make_placement(replace(request, host_budget_nbytes=smallest)).chunked
+    shared = request_of(nn.Sequential(nn.Linear(2048, 2048), nn.Linear(64, 64)), sharding=Sharding(0, 2, stage))
+    with pytest.raises(PlacementError, match=f"shard of 0/float32 .* whole while it is in use: {advice}"):
+        make_placement(replace(shared, host_budget_nbytes=smallest))
+    with pytest.raises(PlacementError) as alone:
+        make_placement(replace(request, host_budget_nbytes=smallest - 1))
+    assert "Each rank" not in str(alone.value)
 
 
 class Stack(nn.Module):
