@@ -209,11 +209,13 @@ class Iteration:
         self.refuse_failed()
 
     def discard(self) -> None:
-        """Forget all gradients; a backward that failed is forgotten with them."""
+        """Forget all gradients; a backward that failed, or a forward that was interrupted, is forgotten with them."""
         if self._tasks.any_open and not in_backward():
             self.reset()
-        else:
-            self._updates.gradients.discard()
+            return
+        if self._is_in_forward and self._occupancy.has_gone():
+            self._drop_forward()
+        self._updates.gradients.discard()
 
     def reset(self) -> None:
         """Abandon a failed iteration: nothing gathered, no gradient, no open graph task. The engine is usable again."""

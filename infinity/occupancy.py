@@ -76,6 +76,12 @@ class Occupancy:
         self._depth = max(self._depth - 1, 0)
         return self._depth == 0
 
+    def has_gone(self) -> bool:
+        """Whether no forward is under way any more, whether or not it was seen to end."""
+        with self._lock:
+            self._notice_interrupted(calls_of_this=0)
+            return not self._depth
+
     def clear(self) -> None:
         """Nobody is inside any more."""
         self._depth = 0

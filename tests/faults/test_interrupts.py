@@ -145,6 +145,43 @@ def test_a_checkpoint_that_was_interrupted_while_it_began_or_ended_is_over(
     assert losses[0] == losses[1]
 
 
+def test_zero_grad_ends_a_forward_that_was_interrupted(offload: MakeEngine) -> None:
+    """Its memory goes back, and what another model computes is no part of it, although torch runs no hook behind it."""
+    model = build(Net)
+    engine = offload(model, activations={"policy": "recompute"})
+    optimizer = infinity.AdamW(model.parameters())
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.get_submodule("blocks.2.up").register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt) as error:
+        loss_of(model, batch(0))
+    optimizer.zero_grad()
+    nothing_gathered(engine)
+    assert error.value.__traceback__ is not None  # its frames keep what was under way
+    other = torch.ones(3, requires_grad=True)
+    (other**2).sum().backward()  # type: ignore[no-untyped-call]
+    assert other.grad is not None
+    assert torch.equal(other.grad, torch.full((3,), 2.0))
+    handle.remove()
+    train(model, optimizer, 0)
+    nothing_gathered(engine)
+
+
+def test_zero_grad_in_the_middle_of_a_forward_leaves_it_alone(offload: MakeEngine) -> None:
+    model, plain = build(Net), build(Net)
+    offload(model)
+    optimizer = infinity.AdamW(model.parameters())
+    hook = model.get_submodule("blocks.2.up").register_forward_pre_hook(lambda module, args: optimizer.zero_grad())
+    losses = [
+        train(model, optimizer, 0),
+        train(plain, torch.optim.AdamW(plain.parameters(), fused=True), 0),
+    ]
+    hook.remove()
+    assert losses[0] == losses[1]
+
+
 def _first_of(entries: list[Any], does: Callable[..., Any]) -> Callable[..., Any]:
     """Raises KeyboardInterrupt when it is called for one of these entries for the first time."""
     interrupt = _Once(does)
