@@ -18,8 +18,8 @@ from infinity.observe.trace import TraceEvent
 from storage.types import Op
 
 Span = tuple[float, float]
-COMPUTE, NVME, OPTIMIZER = "compute", "nvme", "optimizer"
-_CATEGORIES = {NVME: (Op.READ.value, Op.WRITE.value), OPTIMIZER: ("optimizer",)}
+COMPUTE, NVME, OPTIMIZER, LINK = "compute", "nvme", "optimizer", "link"
+_CATEGORIES = {NVME: (Op.READ.value, Op.WRITE.value), OPTIMIZER: ("optimizer",), LINK: ("h2d", "d2h")}
 
 
 def joined(spans: Iterable[Span]) -> list[Span]:

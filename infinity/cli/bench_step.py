@@ -1,9 +1,10 @@
 """`infinity bench step`: one training step beside what each resource needs for it by itself.
 
 The bound of a step is what its slowest resource needs alone: the plain model's forward and backward in memory, the
-drives for the step's bytes, the optimizer's kernel for its elements. They are measured in turns with the steps, so that
-a machine that gets slower is slower for all of them. On a CPU, computing, the optimizer and what drives cost the
-processors (checksums, system calls) share the cores, so what they need together, spread over all cores, is a bound too.
+drives for the step's bytes, the link for those that go to the device and back, the optimizer's kernel for its elements.
+They are measured in turns with the steps, so that a machine that gets slower is slower for all of them. On a CPU,
+computing, the optimizer, copies into "device memory" and what drives cost the processors (checksums, system calls)
+share the cores, so what they need together, spread over all cores, is a bound too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from infinity.bench.step_account import COMPUTE, NVME, OPTIMIZER, Activity, StepResult, activities
+from infinity.bench.link import LinkCopies
+from infinity.bench.step_account import COMPUTE, LINK, NVME, OPTIMIZER, Activity, StepResult, activities
 from infinity.bench.step_io import StepTraffic
 from infinity.cli.bench_options import StepOptions
 from infinity.cli.console import make_console
@@ -82,6 +84,7 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
             drives = StepTraffic(directories, storage_options(config.nvme), read_nbytes, write_nbytes)
             stack.callback(drives.close)
         plain = _Plain(settings, batches) if compares_plain else None
+        link = LinkCopies(engine._runtime.device.torch_device)
         transfers_cpu_s: list[float] = []
         for _ in range(rounds):
             steps.measure(result)
@@ -92,6 +95,7 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
                 transfers_cpu_s.append(cost.cpu_s)
             if plain is not None:
                 result.alone_s.setdefault(COMPUTE, []).append(plain.measure())
+            result.alone_s.setdefault(LINK, []).append(link.measure(*steps.link_nbytes))
             result.alone_s.setdefault(OPTIMIZER, []).append(_kernel_s(engine._runtime))
         if plain is not None and not training.uses_cuda:
             _add_processors(result, transfers_cpu_s)
@@ -102,6 +106,8 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
             "tokens_per_step": training.tokens_per_step,
             "nvme_read_bytes": read_nbytes,
             "nvme_write_bytes": write_nbytes,
+            "h2d_bytes": steps.link_nbytes[0],
+            "d2h_bytes": steps.link_nbytes[1],
             "host_budget_bytes": placement.host_budget_nbytes,
             "io_engine": engine.io_engine,
             "rounds": rounds,
@@ -110,19 +116,21 @@ def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict
 
 
 def _add_processors(result: StepResult, transfers_cpu_s: Sequence[float]) -> None:
-    """What has to run on the cores that compute; transfers at their best use all of them equally."""
+    """What has to run on the cores that compute; copies and drives at their best use all of them equally."""
     together = zip(result.alone_s[COMPUTE], result.alone_s[OPTIMIZER], strict=True)
     working_s = [sum(pair) for pair in together]
     result.alone_s["compute and optimizer on the CPU"] = working_s
-    if transfers_cpu_s:
-        cores = torch.get_num_threads()
-        shares_s = [cpu_s / cores for cpu_s in transfers_cpu_s]
-        both = zip(working_s, shares_s, strict=True)
-        result.alone_s["compute, optimizer and transfers on the CPU"] = [sum(pair) for pair in both]
+    drives_s = [cpu_s / torch.get_num_threads() for cpu_s in transfers_cpu_s] or [0.0] * len(working_s)
+    every = zip(working_s, result.alone_s[LINK], drives_s, strict=True)
+    result.alone_s["compute, optimizer and transfers on the CPU"] = [sum(parts) for parts in every]
 
 
 class _Steps:
-    """Steps of an engine."""
+    """Steps of an engine.
+
+    Attributes:
+        link_nbytes: copied to the device and back in one of those that were measured last.
+    """
 
     def __init__(
         self, settings: RunSettings, engine: Engine, model: torch.nn.Module, optimizer: AdamW, batches: Batches
@@ -131,6 +139,7 @@ class _Steps:
         self._optimizer, self._batches = optimizer, batches
         self._device = torch.device("cuda" if settings.training.uses_cuda else "cpu")
         self._step = 0
+        self.link_nbytes = (0, 0)
 
     def take(self, count: int) -> None:
         """Steps that are not measured."""
@@ -151,6 +160,8 @@ class _Steps:
         result.step_s.append((ended_s - started_s) / 2)
         after = metrics_of(runtime)
         self._engine.metrics()  # what was under way at the end is noted when it is over
+        h2d, d2h = (int(after[name] - before[name]) // 2 for name in ("link/h2d_bytes", "link/d2h_bytes"))
+        self.link_nbytes = h2d, d2h
         found = activities(runtime.trace.events(), started_s, ended_s)
         result.activities.append({name: Activity(one.busy_s / 2, one.waiting_s / 2) for name, one in found.items()})
         for name, value in after.items():

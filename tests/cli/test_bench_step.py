@@ -22,7 +22,8 @@ def test_a_step_beside_its_bound(tmp_path: Path, schedule: str) -> None:
     code, output, error = call("bench", "step", *SMALL, "--nvme", swap, "--schedule", schedule, "--json", target)
     assert code == 0, error
     assert "compute in the step" in output and "nvme in the step" in output
-    for text in ("step, median", "nvme alone", "compute alone", "optimizer alone", "step / bound", "together"):
+    alone = ("nvme alone", "compute alone", "optimizer alone", "link alone")
+    for text in ("step, median", *alone, "step / bound", "together"):
         assert text in output
     report = json.loads(target.read_text())
     assert report["schedule"] == schedule
@@ -30,14 +31,17 @@ def test_a_step_beside_its_bound(tmp_path: Path, schedule: str) -> None:
     bounds = report["bounds_seconds"]
     assert report["ratio"] == pytest.approx(report["step_seconds"]["median"] / max(bounds.values()))
     assert bounds[report["binding"]] == max(bounds.values())
-    assert bounds["compute, optimizer and transfers on the CPU"] > bounds["compute and optimizer on the CPU"]
+    together = bounds["compute, optimizer and transfers on the CPU"]
+    assert together > bounds["compute and optimizer on the CPU"] + bounds["link"] / 2  # medians of sums
+    assert report["d2h_bytes"] == 4 * report["parameters"]  # each gradient once
+    assert report["h2d_bytes"] > 0
     assert report["transfers_cpu_seconds"] > 0
     difference = report["difference_seconds"]
     assert sum(difference["by_cause"].values()) == pytest.approx(difference["total"])
     mean_s = sum(report["step_seconds"]["all"]) / 2
     in_step = report["in_step_seconds"]
     assert in_step["compute"] + sum(report["stalls_seconds"].values()) == pytest.approx(mean_s)
-    assert all(0 < in_step[name] <= mean_s for name in ("compute", "nvme", "optimizer"))
+    assert all(0 < in_step[name] <= mean_s for name in ("compute", "nvme", "optimizer", "link"))
     assert report["nvme_read_bytes"] > 0
     assert list(swap.iterdir()) == []
 
@@ -46,7 +50,7 @@ def test_without_the_plain_model_computing_is_no_bound(tmp_path: Path) -> None:
     target = tmp_path / "step.json"
     code, _, error = call("bench", "step", *SMALL, "--no-plain", "--nvme", tmp_path, "--json", target)
     assert code == 0, error
-    assert set(json.loads(target.read_text())["bounds_seconds"]) == {"nvme", "optimizer"}
+    assert set(json.loads(target.read_text())["bounds_seconds"]) == {"nvme", "optimizer", "link"}
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:

@@ -41,13 +41,23 @@ def test_activities_end_where_the_stretch_does() -> None:
         event("read", 9.0, 5.0),  # 9 to 10
         event("read", 20.0, 1.0),
         event("forward", 0.0, 10.0),
+        event("h2d", 0.0, 1.0),
+        event("d2h", 3.0, 0.5),
     ]
     found = activities(events, 0.0, 10.0)
-    assert found == {"nvme": Activity(busy_s=4.0, waiting_s=3.0), "optimizer": Activity(busy_s=1.0, waiting_s=3.0)}
+    assert found == {
+        "nvme": Activity(busy_s=4.0, waiting_s=3.0),
+        "optimizer": Activity(busy_s=1.0, waiting_s=3.0),
+        "link": Activity(busy_s=1.5, waiting_s=3.5),
+    }
 
 
 def result(alone_s: dict[str, list[float]]) -> StepResult:
-    activity = {"nvme": Activity(busy_s=7.0, waiting_s=0.5), "optimizer": Activity(busy_s=1.0, waiting_s=3.0)}
+    activity = {
+        "nvme": Activity(busy_s=7.0, waiting_s=0.5),
+        "optimizer": Activity(busy_s=1.0, waiting_s=3.0),
+        "link": Activity(busy_s=0.5, waiting_s=3.5),
+    }
     return StepResult(
         step_s=[9.0, 11.0],
         stalls_s={"nvme_read": [3.0, 4.0], "optimizer": [0.5, 0.5]},
@@ -59,7 +69,7 @@ def result(alone_s: dict[str, list[float]]) -> StepResult:
 def test_where_computing_binds_the_rest_is_work_and_waits() -> None:
     report = result({"compute": [5.0, 5.0], "nvme": [4.0, 4.0]}).to_json()
     assert (report["binding"], report["ratio"]) == ("compute", 2.0)
-    assert report["in_step_seconds"] == {"compute": 6.0, "nvme": 7.0, "optimizer": 1.0}
+    assert report["in_step_seconds"] == {"compute": 6.0, "nvme": 7.0, "optimizer": 1.0, "link": 0.5}
     causes = {"working beyond the bound": 1.0, "nvme_read": 3.5, "optimizer": 0.5}
     assert report["difference_seconds"] == {"total": 5.0, "by_cause": causes}
 
