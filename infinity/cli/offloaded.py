@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,10 +28,9 @@ from infinity.data.batches import Batches
 from infinity.data.text import Text
 from infinity.editing import gathered
 from infinity.engine import Engine
-from infinity.errors import ConfigError
 from infinity.init import empty_init
-from infinity.json_text import json_text
 from infinity.models.gpt import Gpt, init_weights
+from infinity.observe.exporters import JsonLines
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
@@ -67,7 +65,7 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
         recording = Recording(options.record)
         try:
             recording.begin(session.begin(text))
-            with _metrics_file(options.metrics) as metrics, session.display:
+            with session.metrics_file() as metrics, session.display:
                 session.train(text, metrics)
             return session.finish()
         except BaseException as error:
@@ -122,7 +120,18 @@ class _Session:
         )
         return run.begun
 
-    def train(self, text: Text, metrics: IO[str] | None) -> None:
+    @contextmanager
+    def metrics_file(self) -> Iterator[JsonLines | None]:
+        """What `--metrics` names; of a run that goes on it keeps the rows of earlier steps. A record begins anew."""
+        options = self._settings.options
+        if options.metrics is None:
+            yield None
+            return
+        first_step = self._run.first_step if options.record is None else 0
+        with closing(JsonLines(options.metrics, first_step=first_step)) as file:
+            yield file
+
+    def train(self, text: Text, metrics: JsonLines | None) -> None:
         """All steps, or those until the wear budget is spent."""
         training, run = self._settings.training, self._run
         batches = batches_of(training, text)
@@ -134,8 +143,7 @@ class _Session:
             run.records.append(record)
             self.display.step(record)
             if metrics is not None:
-                metrics.write(json_text(record.to_json()) + "\n")
-                metrics.flush()
+                metrics.write(step, record.to_json())
             if self._is_worn(step, last_step):
                 return
 
@@ -216,16 +224,3 @@ def _closed_undisturbed(engine: Engine) -> Iterator[Engine]:
     finally:
         with undisturbed():
             engine.close()
-
-
-@contextmanager
-def _metrics_file(path: Path | None) -> Iterator[IO[str] | None]:
-    if path is None:
-        yield None
-        return
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--metrics {path}: cannot be written: {error.strerror or error}") from error
-    with file:
-        yield file

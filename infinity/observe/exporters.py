@@ -67,7 +67,7 @@ class JsonLines:
             kept = [f"{line}\n" for line in before if _step_of(line) < first_step]
             self._file = _replaced(path, lambda file: file.writelines(kept))
 
-    def write(self, step: int, values: Values) -> None:
+    def write(self, step: int, values: Mapping[str, object]) -> None:
         self._file.write(json_text({"step": step, **values}) + "\n")
         self._file.flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,22 @@ def _folder(parent: Path, name: str) -> Path:
     folder = parent / name
     folder.mkdir()
     return folder
+
+
+def test_a_resumed_run_goes_on_in_its_metrics_file(tmp_path: Path) -> None:
+    saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
+    common = ("--layers", "2", "--metrics", metrics)
+    train_report(_folder(tmp_path, "first"), *common, "--steps", "2", "--save", saved)
+    before = metrics.read_text()
+    with metrics.open("a") as file:  # as of a run that went on after it was saved, and was killed in a row
+        file.write('{"step": 2, "loss": 9.0}\n{"step": 3, "lo')
+    rest = train_report(_folder(tmp_path, "rest"), *common, "--steps", "2", "--resume", saved)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert metrics.read_text().startswith(before)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["loss"] for row in rows[2:]] == rest["losses"]
+    train_report(_folder(tmp_path, "anew"), *common, "--steps", "1")
+    assert len(metrics.read_text().splitlines()) == 1
 
 
 @pytest.mark.slow
