@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from infinity.config import WearAction
 from infinity.engine import Engine
 from infinity.lockstep import Want
 from infinity.plan.wear_guard import WearGuard, WearReport
+from storage.closing import Closing
 
 _log = logging.getLogger(__name__)
 
 
-class WearWatch:
+class WearWatch(Closing):
     """Watches what an engine writes to its drives. Used by the training thread; several ranks have one each.
 
     Bytes are entered in the ledger of the drives (`~/.local/state/infinity/wear.sqlite3`) while the run lasts and when
@@ -77,14 +77,6 @@ class WearWatch:
     def close(self) -> None:
         """Enter what has been written since the last time. Idempotent; before the engine closes."""
         self._guard.flush()
-
-    def __enter__(self) -> WearWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _any_rank(self, *, must_stop: bool) -> bool:
         lockstep = self._engine._runtime.lockstep
