@@ -15,6 +15,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -63,9 +64,12 @@ class JsonLines:
     def __init__(self, path: str | Path, *, first_step: int = 0) -> None:
         path = Path(path)
         with _told(path):
-            before = path.read_text(encoding="utf-8").splitlines() if first_step and path.exists() else []
-            kept = [f"{line}\n" for line in before if _step_of(line) < first_step]
-            self._file = _replaced(path, lambda file: file.writelines(kept))
+            if first_step and path.is_file():
+                before = path.read_text(encoding="utf-8").splitlines()
+                kept = [f"{line}\n" for line in before if _step_of(line) < first_step]
+                self._file = _replaced(path, lambda file: file.writelines(kept))
+            else:  # also a pipe, a terminal or another device
+                self._file = path.open("w", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
         self._file.write(json_text({"step": step, **values}) + "\n")
@@ -82,7 +86,7 @@ class Csv:
         first_step: as of `JsonLines`.
 
     Raises:
-        ConfigError: the file cannot be read or written.
+        ConfigError: the file cannot be read or written, or is no file but a pipe or a device.
     """
 
     def __init__(self, path: str | Path, *, first_step: int = 0) -> None:
@@ -90,6 +94,8 @@ class Csv:
         self._columns: list[str] = []
         rows: list[dict[str, str]] = []
         with _told(self._path):
+            if self._path.exists() and not self._path.is_file():
+                raise ConfigError(f"{self._path} is no file, and new columns rewrite a CSV file; use .jsonl there")
             if first_step and self._path.exists():
                 self._columns, before = self._read()
                 rows = [row for row in before if row.get("step", "").isdecimal() and int(row["step"]) < first_step]
@@ -270,10 +276,17 @@ def _step_of(line: str) -> float:
 
 def _replaced(path: Path, write: Callable[[IO[str]], object]) -> IO[str]:
     """The file with new contents, written beside it until they are complete; open for what follows."""
+    path = path.resolve()  # what a link names is replaced, not the link
     beside = path.with_name(f"{path.name}.new")
-    with beside.open("w", newline="", encoding="utf-8") as file:
-        write(file)
-    os.replace(beside, path)
+    try:
+        with beside.open("w", newline="", encoding="utf-8") as file:
+            write(file)
+        if path.exists():
+            shutil.copymode(path, beside)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
     return path.open("a", newline="", encoding="utf-8")
 
 

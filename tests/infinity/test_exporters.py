@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.observe.exporters import Csv, MetricsLog, TensorBoard, Wandb
+from infinity.errors import ConfigError
+from infinity.observe.exporters import Csv, JsonLines, MetricsLog, TensorBoard, Wandb
 from infinity.observe.prometheus import PrometheusFile, PrometheusServer
 
 DOCUMENT = Path(infinity.__file__).parent.parent / "docs" / "metrics.md"
@@ -191,6 +193,42 @@ def test_a_run_that_goes_on_continues_its_files(tmp_path: Path) -> None:
     with MetricsLog(Counting(), [*files]) as log:  # another run
         log.step(loss=1.0)
     assert [len(file.read_text().splitlines()) for file in files] == [1, 2]
+
+
+@pytest.mark.parametrize("first_step", [0, 3])
+def test_a_pipe_stays_a_pipe(tmp_path: Path, first_step: int) -> None:
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        sink = JsonLines(pipe, first_step=first_step)
+        sink.write(first_step, {"loss": 2.0})
+        assert json.loads(os.read(reader, 4096)) == {"step": first_step, "loss": 2.0}
+        sink.close()
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    table = tmp_path / "rows.csv"
+    os.mkfifo(table)
+    with pytest.raises(ConfigError, match=r"rows\.csv is no file"):
+        Csv(table)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.csv", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("kind", [JsonLines, Csv])
+def test_a_link_and_the_mode_of_a_file_stay(tmp_path: Path, kind: type[JsonLines] | type[Csv]) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    link.symlink_to(target)
+    for first_step in (0, 1):
+        sink = kind(link, first_step=first_step)
+        sink.write(first_step, {"loss": 2.0})
+        sink.close()
+        target.chmod(0o640)
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+    rows = target.read_text().splitlines()
+    assert len(rows) == (2 if kind is JsonLines else 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
 def test_a_file_that_cannot_be_continued_is_refused_and_kept(tmp_path: Path) -> None:
