@@ -3,10 +3,10 @@
 Per model size the benchmark goes round by round: first a run on the drive as it is, with the schedule synchronous, from
 which everything is fitted (seconds of the training thread, of kernels and hand-overs, rates of the drive); then every
 schedule, each predicted before it starts. So a slow minute of the machine meets calibrations and runs alike, and the
-error of a case is the median of its rounds. Then every schedule runs on one and two throttled drives of two speeds,
-predicted from a calibration just before them and the speeds of the throttle. Real files, real threads. Torch and the
-optimizer compute with one thread each: a training run on a GPU does not compute with the cores that move its bytes
-either. The machine has to be quiet; it takes about five minutes then.
+error of a case is the median of its rounds. In the same way every schedule runs on one and two throttled drives of two
+speeds, predicted from a calibration just before them and the speeds of the throttle. Real files, real threads. Torch
+and the optimizer compute with one thread each: a training run on a GPU does not compute with the cores that move its
+bytes either. The machine has to be quiet; it takes about ten minutes then.
 
     python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--rounds N] [--drives real,throttled]
 """
@@ -14,6 +14,7 @@ either. The machine has to be quiet; it takes about five minutes then.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -125,20 +126,19 @@ def row_of(case: Case, pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 def rows_of(shape: GptShape, kinds: set[str], root: Path, steps: int, rounds: int) -> Iterator[dict[str, Any]]:
     """Every case of one model size."""
-    real = [Case(shape, schedule, 1, None) for schedule in SCHEDULES] if "real" in kinds else []
-    found: dict[Case, list[tuple[float, float]]] = {case: [] for case in real}
-    for _ in range(rounds if real else 0):
+    found: dict[Case, list[tuple[float, float]]] = {}
+    for _ in range(rounds if "real" in kinds else 0):
         calibration = calibrate(shape, root, steps)
-        for case in real:
-            found[case].append(measure(case, calibration, root, steps))
-    yield from (row_of(case, pairs) for case, pairs in found.items())
-    if "throttled" in kinds:
+        for schedule in SCHEDULES:
+            case = Case(shape, schedule, 1, None)
+            found.setdefault(case, []).append(measure(case, calibration, root, steps))
+    for _ in range(rounds if "throttled" in kinds else 0):
         for schedule in SCHEDULES:
             calibration = calibrate(shape, root, steps)
-            for rates in RATES:
-                for count in (1, 2):
-                    case = Case(shape, schedule, count, rates)
-                    yield row_of(case, [measure(case, calibration, root, _THROTTLED_STEPS)])
+            for rates, count in itertools.product(RATES, (1, 2)):
+                case = Case(shape, schedule, count, rates)
+                found.setdefault(case, []).append(measure(case, calibration, root, _THROTTLED_STEPS))
+    yield from (row_of(case, pairs) for case, pairs in found.items())
 
 
 def main() -> None:
