@@ -104,23 +104,28 @@ class Remembers(nn.Module):
         return x.square().sum() + 0.1 * penalty
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_view_of_the_last_forward_is_part_of_the_loss(offload: MakeEngine, schedule: str) -> None:
-    models: dict[str, nn.Module] = {"plain": build(Remembers), "ours": build(Remembers)}
-    offload(models["ours"], schedule=schedule, unit_classes=["Linear"], resident_threshold=0)
+def _train_alike(models: dict[str, nn.Module], *, steps: int) -> None:
+    """Losses are equal in every step, and so are the views that the models have kept of it."""
     optimizers = _optimizers(models)
-    for step in range(4):
-        x = torch.randn(4, 30, generator=torch.Generator().manual_seed(step))
+    for step in range(steps):
         losses = []
         for name, model in models.items():
+            x = torch.randn(4, 30, generator=torch.Generator().manual_seed(step), requires_grad=True)
             loss = model(x)
             loss.backward()
             optimizers[name].step()
             optimizers[name].zero_grad()
             losses.append(loss.item())
         assert losses[0] == losses[1]
-    for ours, plain in zip(models["ours"].last, models["plain"].last, strict=True):  # type: ignore[arg-type]
-        assert torch.equal(ours, plain)
+        for ours, plain in zip(models["ours"].last, models["plain"].last, strict=True):  # type: ignore[arg-type]
+            assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_view_of_the_last_forward_is_part_of_the_loss(offload: MakeEngine, schedule: str) -> None:
+    models: dict[str, nn.Module] = {"plain": build(Remembers), "ours": build(Remembers)}
+    offload(models["ours"], schedule=schedule, unit_classes=["Linear"], resident_threshold=0)
+    _train_alike(models, steps=4)
 
 
 @pytest.mark.parametrize("take", TAKES)
@@ -221,19 +226,7 @@ def test_view_kept_from_a_checkpointed_forward(offload: MakeEngine, *, reentrant
 
     models: dict[str, nn.Module] = {"plain": build(Checkpointed), "ours": build(Checkpointed)}
     offload(models["ours"], unit_classes=["Linear"], resident_threshold=0)
-    optimizers = _optimizers(models)
-    for step in range(3):
-        losses = []
-        for name, model in models.items():
-            x = torch.randn(4, 30, generator=torch.Generator().manual_seed(step), requires_grad=True)
-            loss = model(x)
-            loss.backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-        for ours, plain in zip(models["ours"].last, models["plain"].last, strict=True):  # type: ignore[arg-type]
-            assert torch.equal(ours, plain)
+    _train_alike(models, steps=3)
 
 
 def test_detached_values_in_a_graph_keep_no_memory(offload: MakeEngine) -> None:
