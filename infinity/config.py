@@ -30,6 +30,7 @@ from infinity.config_errors import explain
 from infinity.config_values import Count, Seconds
 from infinity.errors import ConfigError
 from infinity.sizes import MIB, Nbytes, NbytesOrZero, format_nbytes, parse_nbytes
+from storage.paths import StrPath
 
 if TYPE_CHECKING:
     from infinity.migration.report import Migration
@@ -279,7 +280,7 @@ class Config(_Section):
         return self
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: StrPath) -> Self:
         """The settings in a `.toml` or `.json` file; ConfigError names the file and the key."""
         path = Path(path)
         settings = _read(path)
@@ -290,7 +291,7 @@ class Config(_Section):
 
     @classmethod
     def from_deepspeed(
-        cls, source: str | Path | Mapping[str, Any], *, on_report: "Callable[[Migration], object]" = print
+        cls, source: StrPath | Mapping[str, Any], *, on_report: "Callable[[Migration], object]" = print
     ) -> Self:
         """The settings of a DeepSpeed configuration; what became of each of them is printed.
 

@@ -3,6 +3,7 @@
 What other distributions bring is looked up by name only; nothing of theirs is imported before it is used.
 """
 
+import os
 from collections.abc import Callable
 from difflib import get_close_matches
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from infinity.choices import IoEngine
+from storage.paths import StrPath
 from storage.plugins import BACKENDS_GROUP, plugin_names
 
 POLICIES_GROUP = "infinity.wrap_policies"
@@ -38,25 +40,25 @@ def choice(kind: type[_E]) -> Callable[[object], _E]:
 
 def path(value: object) -> object:
     """Text as a `Path`; "~" is the user's home."""
-    return _expanded(value) if isinstance(value, str | Path) else value
+    return _expanded(value) if isinstance(value, str | os.PathLike) else value
 
 
-def _expanded(given: str | Path) -> Path:
+def _expanded(given: StrPath) -> Path:
     try:
         return Path(given).expanduser()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # nobody's home; a path of bytes
         raise ValueError(f"{given}: {error}; write it out") from None
 
 
 def _is_path(value: object) -> bool:
-    return isinstance(value, str | Path) and value != ""
+    return isinstance(value, str | os.PathLike) and value != ""
 
 
 def paths(value: object) -> object:
     """One path or a list of paths, as a tuple of distinct `Path`s, "~" being the user's home; `None` stays."""
     if value is None:
         return None
-    items = [value] if isinstance(value, str | Path) else value
+    items = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(items, list | tuple) or not items or not all(_is_path(i) for i in items):
         raise ValueError("allowed: a directory or a list of at least one, or leave it out for a temporary directory")
     found = tuple(map(_expanded, items))

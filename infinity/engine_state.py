@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -31,6 +32,7 @@ from infinity.runtime import Runtime
 from infinity.sizes import parse_nbytes
 from infinity.updates import Updates
 from infinity.weights.export import ExportOptions, export_weights
+from storage.paths import StrPath
 
 
 class EngineParts:
@@ -130,7 +132,7 @@ class StatefulEngine(EngineParts):
 
     def save(
         self,
-        path: str | Path,
+        path: StrPath,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Stateful | None = None,
@@ -165,7 +167,7 @@ class StatefulEngine(EngineParts):
         if optimizer is None and isinstance(mine, torch.optim.Optimizer):
             optimizer = mine
         beside = Beside(optimizer, scheduler, scaler, extra)
-        ranks = self._meet(Want.SAVE, "the checkpoints to save", str(path))
+        ranks = self._meet(Want.SAVE, "the checkpoints to save", os.fspath(path))
         self._accept_edits()
         if ranks is not None:
             save_over_ranks(self._runtime, self._updates, Path(path), beside, ranks, keep=keep, wait=wait)
@@ -183,7 +185,7 @@ class StatefulEngine(EngineParts):
 
     def load(
         self,
-        path: str | Path,
+        path: StrPath,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: Stateful | None = None,
@@ -208,7 +210,7 @@ class StatefulEngine(EngineParts):
         """
         self._check_open()
         beside = Beside(optimizer, scheduler, scaler)
-        ranks = self._meet(Want.LOAD, "the checkpoints to load", str(path))
+        ranks = self._meet(Want.LOAD, "the checkpoints to load", os.fspath(path))
         extra = load_checkpoint(self._runtime, self._updates, self._iteration, Path(path), beside, ranks)
         if self._journal is not None:
             steps = max((step for state in self._runtime.states.values() for step in state.steps), default=0)
@@ -217,13 +219,13 @@ class StatefulEngine(EngineParts):
 
     def export(
         self,
-        path: str | Path,
+        path: StrPath,
         *,
         dtype: torch.dtype | None = None,
         shard_size: int | str | None = "5GB",
         merge: bool = False,
         adapter: str = "default",
-        config: str | Path | None = None,
+        config: StrPath | None = None,
     ) -> None:
         """Write the weights as safetensors files that `from_pretrained` loads; a model of PEFT gives its adapter.
 
@@ -246,7 +248,7 @@ class StatefulEngine(EngineParts):
         self._check_open()
         options = ExportOptions(dtype, _size_of(shard_size), None if config is None else Path(config), adapter, merge)
         target = Path(path).absolute()
-        ranks = self._meet(Want.EXPORT, "the folders to export to", str(path))
+        ranks = self._meet(Want.EXPORT, "the folders to export to", os.fspath(path))
         with self._live(ranks, f"exporting to {target}") as live:
             if ranks is None or ranks.member == 0:
                 export_weights(live, target, options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ from infinity.ranks import discover
 from infinity.weights.match import Match, match_weights
 from infinity.weights.source import open_weights
 from storage.drives import WrapBackend
+from storage.paths import StrPath
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,7 @@ def offload(
     model: nn.Module,
     config: Config | None = None,
     *,
-    weights: str | Path | None = None,
+    weights: StrPath | None = None,
     strict: bool = True,
     init_fn: InitFn | None = None,
     on_progress: Callable[[str], None] | None = None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from infinity.checkpoint.format import BUFFERS_FILE, PARAMETER, Index
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.series import candidates
 from infinity.checkpoint.tensor_file import TensorFileReader
+from storage.paths import StrPath
 
 MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups."
 _STEP = "step"
@@ -59,7 +61,7 @@ class InfinityReader(StorageReader):
         CheckpointError: there is no checkpoint, or it is damaged; what is read is checked block by block.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: StrPath) -> None:
         self._path = Path(path)
         self._reader: CheckpointReader | None = None
         self._offered: dict[str, _Offered] = {}
@@ -110,7 +112,7 @@ class InfinityReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, str | Path)
+        return isinstance(checkpoint_id, str | os.PathLike)
 
     def close(self) -> None:
         """Idempotent."""

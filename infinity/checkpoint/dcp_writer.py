@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from infinity.checkpoint.rng import rng_state
 from infinity.checkpoint.save import Small, finish_folder
 from infinity.checkpoint.tensor_file import bytes_of
 from infinity.errors import CheckpointError
+from storage.paths import StrPath
 
 _ALIAS = "alias"
 
@@ -70,7 +72,7 @@ class InfinityWriter(StorageWriter):
         CheckpointError: the folder cannot be written, or a tensor is sharded along another dimension than its first.
     """
 
-    def __init__(self, path: str | Path, model: nn.Module) -> None:
+    def __init__(self, path: StrPath, model: nn.Module) -> None:
         self._path = Path(path).absolute()
         self._model = model
         self._parameters = dict(model.named_parameters())
@@ -150,7 +152,7 @@ class InfinityWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, str | Path)
+        return isinstance(checkpoint_id, str | os.PathLike)
 
     # Parts -----------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from infinity.observe.exporters import Rates
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from storage.closing import Closing
+from storage.paths import StrPath
 
 if TYPE_CHECKING:
     from torch import nn
@@ -180,7 +181,7 @@ def _refuse_arguments(args: Any) -> None:
         )
 
 
-def _state_of(checkpoint: str | Path) -> Path:
+def _state_of(checkpoint: StrPath) -> Path:
     folder = Path(checkpoint) / _STATE
     if not folder.is_dir():
         raise CheckpointError(

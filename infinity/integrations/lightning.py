@@ -36,6 +36,7 @@ from infinity.initialisers import InitFn
 from infinity.offloading import offload
 from infinity.optim.base import OffloadedOptimizer, clip_grad_norm_
 from storage.closing import Closing
+from storage.paths import StrPath
 
 _TRAINER = "lightning"  # key of the Trainer's part in a checkpoint's `extra`
 
@@ -73,7 +74,7 @@ class InfinityStrategy(ParallelStrategy, Closing):  # type: ignore[misc, unused-
         self,
         config: Config | None = None,
         *,
-        weights: str | Path | None = None,
+        weights: StrPath | None = None,
         init_fn: InitFn | None = None,
         cluster_environment: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -277,7 +278,7 @@ class InfinityStrategy(ParallelStrategy, Closing):  # type: ignore[misc, unused-
         """Nothing: it is streamed."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: StrPath, storage_options: Any = None) -> None:
         """Save the shards as `Engine.save` does, with what the Trainer needs to go on beside them.
 
         Raises:
@@ -289,16 +290,16 @@ class InfinityStrategy(ParallelStrategy, Closing):  # type: ignore[misc, unused-
         packed = io.BytesIO()
         torch.save(checkpoint, packed)
         extra = {_TRAINER: torch.frombuffer(bytearray(packed.getbuffer()), dtype=torch.uint8)}
-        path = Path(self.broadcast(str(filepath)))
+        path = Path(self.broadcast(os.fspath(filepath)))
         self.engine.save(path, optimizer=self._optimizer(), extra=extra)
 
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: StrPath, weights_only: bool | None = None) -> dict[str, Any]:
         """The Trainer's part of a checkpoint; the shards follow in `load_model_state_dict`.
 
         Args:
             weights_only: False allows objects of any class in it, as from a source you trust.
         """
-        folder = Path(self.broadcast(str(checkpoint_path)))
+        folder = Path(self.broadcast(os.fspath(checkpoint_path)))
         if not (folder / INDEX_FILE).is_file():
             raise CheckpointError(
                 f"{folder} is no checkpoint of InfinityStrategy. To start from the weights in a file or folder, give "

@@ -14,6 +14,7 @@ from infinity.errors import ConfigError
 from infinity.migration.deepspeed_keys import FIXED
 from infinity.migration.deepspeed_loop import scheduler_line
 from infinity.migration.report import Finding, Migration, Outcome
+from storage.paths import StrPath
 
 _AUTO = "auto"
 _AUTO_TEXT = "Hugging Face's Trainer fills it in from its arguments; use those, see docs/huggingface.md"
@@ -39,7 +40,7 @@ _COMPUTED = (
 )
 
 
-def read_deepspeed(source: str | Path | Mapping[str, Any]) -> Migration:
+def read_deepspeed(source: StrPath | Mapping[str, Any]) -> Migration:
     """Translate a DeepSpeed configuration.
 
     Args:

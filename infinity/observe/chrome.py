@@ -19,8 +19,9 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from storage.paths import StrPath
 
 if TYPE_CHECKING:
     from infinity.observe.trace import TraceEvent
@@ -45,9 +46,9 @@ _OF_A_UNIT = (("h2d", "forward"), ("h2d", "backward"), ("backward", "d2h"), ("d2
 _SHOWN = {"h2d": "upload", "d2h": "download", "optimizer": "update", "forward": "compute", "backward": "compute"}
 
 
-def write_chrome(events: Sequence[TraceEvent], path: Path) -> None:
+def write_chrome(events: Sequence[TraceEvent], path: StrPath) -> None:
     """Write a file for chrome://tracing or https://ui.perfetto.dev, row by row: all of them would be megabytes."""
-    with path.open("w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8") as file:
         file.write('{"traceEvents": [')
         for number, row in enumerate(chrome_rows(events)):
             file.write((",\n" if number else "\n") + json.dumps(row))

@@ -25,6 +25,7 @@ from typing import IO, Protocol
 from infinity.errors import ConfigError
 from infinity.json_text import json_text
 from storage.closing import Closing
+from storage.paths import StrPath
 
 Values = Mapping[str, float]
 _RATES = {
@@ -61,7 +62,7 @@ class JsonLines:
         ConfigError: the file cannot be read or written.
     """
 
-    def __init__(self, path: str | Path, *, first_step: int = 0) -> None:
+    def __init__(self, path: StrPath, *, first_step: int = 0) -> None:
         path = Path(path)
         with _told(path):
             if first_step and path.is_file():
@@ -89,7 +90,7 @@ class Csv:
         ConfigError: the file cannot be read or written, or is no file but a pipe or a device.
     """
 
-    def __init__(self, path: str | Path, *, first_step: int = 0) -> None:
+    def __init__(self, path: StrPath, *, first_step: int = 0) -> None:
         self._path = Path(path)
         self._columns: list[str] = []
         rows: list[dict[str, str]] = []
@@ -209,7 +210,7 @@ class MetricsLog(Closing):
     """
 
     def __init__(
-        self, engine: Counted, sinks: Sequence[Sink | str | Path], *, every: int = 1, first_step: int = 0
+        self, engine: Counted, sinks: Sequence[Sink | StrPath], *, every: int = 1, first_step: int = 0
     ) -> None:
         if every < 1:
             raise ConfigError(f"every={every}: rows are written after a number of steps, 1 or more")
@@ -218,7 +219,7 @@ class MetricsLog(Closing):
         self._sinks: list[Sink] = []
         try:
             for sink in sinks:
-                self._sinks.append(_sink_of(Path(sink), first_step) if isinstance(sink, str | Path) else sink)
+                self._sinks.append(_sink_of(Path(sink), first_step) if isinstance(sink, str | os.PathLike) else sink)
         except BaseException:
             self.close()
             raise

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError
+from storage.paths import StrPath
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -79,7 +80,7 @@ class PrometheusFile:
         ConfigError: prometheus-client is not installed, or the directory is not there.
     """
 
-    def __init__(self, path: str | Path, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: StrPath, labels: Mapping[str, str] | None = None) -> None:
         self._path = Path(path)
         if not self._path.parent.is_dir():
             raise ConfigError(f"{path}: cannot be written: {self._path.parent} is no directory")

@@ -7,13 +7,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 from torch.profiler import record_function
 
 from infinity.observe.chrome import HELD, write_chrome
 from infinity.observe.stalls import Stall
+from storage.paths import StrPath
 
 _CAPACITY = 50_000
 _EVENT_NBYTES = 200  # a tuple and three numbers; names and tracks are shared
@@ -92,6 +92,6 @@ class Trace:
         """About what the events hold; outside every budget."""
         return len(self._events) * _EVENT_NBYTES
 
-    def write_chrome(self, path: Path) -> None:
+    def write_chrome(self, path: StrPath) -> None:
         """Write the events in Chrome's trace format (chrome://tracing, Perfetto)."""
         write_chrome(self.events(), path)

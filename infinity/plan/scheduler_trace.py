@@ -31,6 +31,7 @@ from infinity.plan.reading import read_json
 from infinity.plan.scenario import Scenario, UnitTime
 from infinity.runtime import Runtime
 from infinity.units import Owned
+from storage.paths import StrPath
 
 FORMAT, VERSION = "infinity-scheduler-trace", 1
 LEAST_STEPS = 3
@@ -247,13 +248,13 @@ def to_text(trace: SchedulerTrace) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1) + "\n"
 
 
-def read_trace(path: Path) -> SchedulerTrace:
+def read_trace(path: StrPath) -> SchedulerTrace:
     """Read a file that `to_text` gave.
 
     Raises:
         ConfigError: it cannot be read, or is no such file.
     """
-    content = read_json("--replay", path)
+    content = read_json("--replay", Path(path))
     kind = (content.pop("format", None), content.pop("version", None)) if isinstance(content, dict) else ()
     if kind != (FORMAT, VERSION):
         raise ConfigError(

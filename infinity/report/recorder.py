@@ -31,6 +31,7 @@ from infinity.observe.shortages import report_of
 from infinity.optim.base import OffloadedOptimizer
 from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunState
 from storage.closing import Closing
+from storage.paths import StrPath
 
 
 class RunRecorder(Closing):
@@ -48,7 +49,7 @@ class RunRecorder(Closing):
         ConfigError: the folder cannot be written.
     """
 
-    def __init__(self, optimizer: OffloadedOptimizer, folder: str | Path, *, first_step: int = 0) -> None:
+    def __init__(self, optimizer: OffloadedOptimizer, folder: StrPath, *, first_step: int = 0) -> None:
         source = optimizer.engine or optimizer.state_tier
         if source is None:
             raise ConfigError("the optimizer holds no parameters, so there is nothing to record")

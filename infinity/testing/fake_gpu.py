@@ -28,6 +28,7 @@ from infinity.sizes import format_nbytes, parse_nbytes
 from infinity.testing.clock import Clock, RealClock
 from infinity.testing.fake_pages import PAGE_NBYTES, FakeRegion, Pages, each_piece
 from storage.closing import Closing
+from storage.paths import StrPath
 
 _MOST_LOGGED = 20_000
 
@@ -81,7 +82,7 @@ class FakeGpu(Closing):
 
     def __init__(
         self,
-        path: str | Path,
+        path: StrPath,
         capacity: int | str,
         h2d_bytes_per_s: float | None = None,
         d2h_bytes_per_s: float | None = None,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.checkpoint.description import CONFIG_FILE, DESCRIPTIONS, adapter_file, is_description
-from infinity.checkpoint.format import PARAMETER
+from infinity.checkpoint.format import INDEX_FILE, PARAMETER
 from infinity.checkpoint.parts import saved_buffers
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import Fill
@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ADAPTER_CONFIG = "adapter_config.json"
 # What belongs to a model of transformers beside its weights.
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py")
-_NOT_COPIED = (".index.json", _ADAPTER_CONFIG)
+_NOT_COPIED = (".index.json", _ADAPTER_CONFIG, INDEX_FILE)  # with the last one it would be taken for a checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from infinity.errors import CheckpointError
 from infinity.weights.torch_file import flat_part
 from infinity.weights.torch_optimizer import TorchRun, read_torch_run
 from infinity.weights.zero_checkpoint import MOMENTS, Run, ZeroCheckpoint, is_zero_checkpoint, open_zero_checkpoint
+from storage.paths import StrPath
 
 # Settings that optimizers of infinity have too; the others say how torch computes, not what.
 _SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "maximize")
@@ -44,10 +45,10 @@ class Imported:
 
 
 def import_checkpoint(
-    source: Path,
-    target: Path,
+    source: StrPath,
+    target: StrPath,
     *,
-    optimizer: Path | None = None,
+    optimizer: StrPath | None = None,
     names: Sequence[str] | None = None,
     on_file: OnFile | None = None,
 ) -> Imported:
@@ -63,11 +64,12 @@ def import_checkpoint(
     Raises:
         CheckpointError: it is of no known kind, damaged, or does not fit together; `target` cannot be written.
     """
+    source, target = Path(source), Path(target)
     if is_zero_checkpoint(source):
         return _import_zero(open_zero_checkpoint(source), target, on_file)
     if source.is_dir():
         raise CheckpointError(f"{source} is no ZeRO checkpoint of DeepSpeed: there are no *_model_states.pt in it")
-    return _import_torch(read_torch_run(source, optimizer, names), target, on_file)
+    return _import_torch(read_torch_run(source, None if optimizer is None else Path(optimizer), names), target, on_file)
 
 
 # DeepSpeed ---------------------------------------------------------------------------------------------------------

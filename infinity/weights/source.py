@@ -27,6 +27,7 @@ from infinity.errors import CheckpointError
 from infinity.weights.torch_file import TorchFile
 from infinity.weights.zero_checkpoint import is_zero_checkpoint
 from storage.closing import Closing
+from storage.paths import StrPath
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _SAFETENSORS = ".safetensors"
@@ -153,7 +154,7 @@ class Weights(Closing):
         self._files.close()
 
 
-def open_weights(path: str | Path) -> Weights:
+def open_weights(path: StrPath) -> Weights:
     """Open a file with weights, or a folder of them; see the table of this module.
 
     Raises:
