@@ -298,10 +298,15 @@ class Collectives:
         self.received_nbytes += peers * sent_nbytes if received_nbytes is None else received_nbytes
 
     def _run(self, start: Callable[[], Sequence[dist.Work]]) -> None:
-        """Start transfers and wait for them; the group's own timeout bounds the wait."""
+        """Start transfers and wait for them; each may take as long as the timeout.
+
+        Not in slices, as in `_wait`: gloo gives up all connections of a rank when one of its waits is over, and NCCL
+        would keep the host waiting, which otherwise only orders the stream. Its own watchdog bounds it.
+        """
+        limit = () if self.uses_nccl else (timedelta(seconds=self._timeout_s),)
         try:
             for work in start():
-                work.wait()
+                work.wait(*limit)
         except RuntimeError as error:
             raise self._explain(error) from error
 

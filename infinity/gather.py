@@ -230,7 +230,7 @@ class Gatherer:
         if gathering.state is not GatherState.RELEASED and not collectives.uses_nccl:
             if gathering.fence is not None:
                 self._device.make_ready(gathering.fence)
-            collectives.lend(group.flat.data[span.start : span.stop], wanting)
+            self._lockstep.lend_now(group.flat.data[span.start : span.stop], wanting)
             return
         # What is thrown away has the size of what the transfer fills: with NCCL the whole buffer.
         place = span if collectives.uses_nccl else FlatSpan(0, span.numel)
@@ -250,7 +250,7 @@ class Gatherer:
             if collectives.uses_nccl:
                 self._lockstep.gather_now(buffer, group.span_of)
             else:
-                collectives.lend(own, wanting)
+                self._lockstep.lend_now(own, wanting)
         finally:
             self._memory.free(block)
 

@@ -197,6 +197,11 @@ class Lockstep:
         with self.stalls.charged(StallCause.RANKS):
             self.collectives.gather(flat, span_of, self.collectives.ranks.row)
 
+    def lend_now(self, own: torch.Tensor, wanting: Collection[int]) -> None:
+        """Send this rank's span to the members of its row that gather in this round."""
+        with self.stalls.charged(StallCause.RANKS):
+            self.collectives.lend(own, wanting)
+
     def _describe(self, asked: Sequence[Sequence[int]]) -> str:
         told = []
         for rank, (want, index, *_) in self._by_rank(asked):

@@ -29,7 +29,7 @@ def check_same_model(lockstep: Lockstep, model: nn.Module, groups: Sequence[Flat
     digest = int.from_bytes(blake2b(mine.encode(), digest_size=7).digest())
     if len({brought[0] for brought in lockstep.meet(Want.SETUP, digest)}) == 1:
         return
-    texts = lockstep.collectives.exchange_text(mine)
+    texts = lockstep.exchange_text(mine)
     first = texts[0].splitlines()
     for rank, text in zip(lockstep.collectives.ranks.members, texts, strict=True):
         theirs = text.splitlines()

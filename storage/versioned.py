@@ -243,7 +243,10 @@ class VersionedStore(ShardStore):
                         break
                 for ticket in writes:
                     if not ticket.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic())):
-                        raise IoTimeoutError(f"commit of step {step}: {len(writes)} writes have not ended")
+                        raise IoTimeoutError(
+                            f"commit of step {step}: {len(writes)} writes have not ended within {timeout_s} s. The "
+                            "drive is stuck or far too slow; check it, or allow more time (nvme.io_timeout_s)"
+                        )
             self._commit(snapshot)
             return self._manifest.generation
 
@@ -286,7 +289,10 @@ class VersionedStore(ShardStore):
         with self._lock:
             self._check_open()
         if not self.drain(timeout_s):
-            raise IoTimeoutError(f"going back from step {self.step}: transfers go on")
+            raise IoTimeoutError(
+                f"going back from step {self.step}: transfers have not ended within {timeout_s} s. The drive is stuck "
+                "or far too slow; check it, or allow more time (nvme.io_timeout_s)"
+            )
 
     def _take_up(self, records: Sequence[KeyRecord]) -> None:
         """Make the keys those of a generation."""

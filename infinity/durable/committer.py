@@ -3,9 +3,10 @@
     IDLE ──begin──▶ COMMITTING ──▶ IDLE
                         └────────▶ FAILED ──recover──▶ IDLE
 
-One step at a time: the writes of the step land, then one transaction of the store makes them the last generation. The
-next forward goes on meanwhile, because it only reads. What overwrites stored bytes, or memory that is being written,
-waits first (`wait`): then the whole step is committed, or the one before still is.
+One step at a time: the writes of the step land, then one transaction of the store makes them the last generation. No
+thread waits for the writes: updates that were deferred are written during the next forward, whenever the user's code
+runs it. The next forward goes on meanwhile, because it only reads. What overwrites stored bytes, or memory that is
+being written, waits first (`wait`): then the whole step is committed, or the one before still is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from enum import Enum
 
 from infinity.errors import InfinityError
 from infinity.observe.stalls import StallCause, StallClock
+from storage.errors import ClosedError
 from storage.manifest import Before
 from storage.types import Ticket
 from storage.versioned import VersionedStore
@@ -40,8 +42,8 @@ class Committer:
         store: what is committed.
         thread: has one thread; whoever made it shuts it down, after all writes have ended and before the store closes.
         stalls: measures the waits of the training thread.
-        io_timeout_s: longest wait inside the store.
-        on_failure: told, on the committing thread, why a step could not be committed.
+        io_timeout_s: longest wait inside the store, in seconds.
+        on_failure: told, on any thread, why a step could not be committed.
 
     Attributes:
         epoch: of the last commit; see `infinity.durable.together`.
@@ -93,7 +95,14 @@ class Committer:
         """
         self._move(CommitState.COMMITTING, CommitState.IDLE)
         self._ticket = ticket = Ticket(f"commit of step {step}")
-        self._thread.submit(self._commit, (step, epoch), notes, tuple(writes), before, ticket)
+
+        def landed(written: Ticket) -> None:
+            try:
+                self._thread.submit(self._commit, (step, epoch), notes, written, before, ticket)
+            except RuntimeError as error:  # the thread has been shut down
+                self._fail(ticket, _ended(step, error))
+
+        Ticket.all_of(writes, f"writes of step {step}").add_done_callback(landed)
 
     def wait(self) -> None:
         """Wait until no commit is under way. With none, a flag check.
@@ -118,27 +127,28 @@ class Committer:
         self,
         what: tuple[int, int],
         notes: Mapping[str, bytes],
-        writes: Sequence[Ticket],
+        written: Ticket,
         before: Before,
         ticket: Ticket,
     ) -> None:
         step, epoch = what
         try:
-            for write in writes:
-                write.wait()  # ends at the latest when the engine closes, which cancels what writes
-                write.result()
+            written.result()
             started_s = time.perf_counter()
             self.store.commit(step, self._io_timeout_s, notes=notes, before=before)
             self.seconds += time.perf_counter() - started_s
             self.commits += 1
             self.epoch = epoch
         except BaseException as error:
-            self._move(CommitState.FAILED, CommitState.COMMITTING)
-            self._on_failure(error)
-            ticket.set_exception(error)
+            self._fail(ticket, error)
             return
         self._move(CommitState.IDLE, CommitState.COMMITTING)
         ticket.set_done()
+
+    def _fail(self, ticket: Ticket, error: BaseException) -> None:
+        self._move(CommitState.FAILED, CommitState.COMMITTING)
+        self._on_failure(error)
+        ticket.set_exception(error)
 
     def _move(self, to: CommitState, origin: CommitState) -> None:
         if self._state is not origin:
@@ -146,3 +156,12 @@ class Committer:
             raise InfinityError(f"the committer cannot become {to.value} after {history}: a bug of the engine")
         self._state = to
         self._history.append(to)
+
+
+def _ended(step: int, cause: RuntimeError) -> ClosedError:
+    error = ClosedError(
+        f"step {step} was not committed: the engine was closed before its writes had landed. The last commit is "
+        "intact; resume from it"
+    )
+    error.__cause__ = cause
+    return error

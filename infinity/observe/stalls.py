@@ -45,6 +45,7 @@ class Stall:
 
     Attributes:
         waited_for: what it waited for; empty where the cause says it all.
+        duration_s: without waits for other causes in between.
     """
 
     cause: StallCause
@@ -161,15 +162,19 @@ class StallClock:
 
     @contextmanager
     def charged(self, cause: StallCause) -> Iterator[None]:
-        """Charge the time that a block takes to a cause. Whoever waits in the block bounds its waits itself."""
-        started_s = time.perf_counter()
+        """Charge the time that a block takes to a cause, without the waits in it, which have causes of their own.
+
+        Whoever waits in the block by other means than this clock bounds that itself.
+        """
+        started_s, charged_s = time.perf_counter(), self.total_s
         try:
             yield
         finally:
-            self._charge(cause, "", started_s)
+            self._charge(cause, "", started_s, within_s=self.total_s - charged_s)
 
-    def _charge(self, cause: StallCause, waited_for: str, started_s: float) -> None:
-        stall = Stall(cause, waited_for, started_s, time.perf_counter() - started_s)
+    def _charge(self, cause: StallCause, waited_for: str, started_s: float, within_s: float = 0.0) -> None:
+        duration_s = max(0.0, time.perf_counter() - started_s - within_s)
+        stall = Stall(cause, waited_for, started_s, duration_s)
         self.seconds[cause] += stall.duration_s
         self.counts[cause] += 1
         self._recent.append(stall)

@@ -1,6 +1,7 @@
 """Waits of the training thread: they end for want of progress, never for taking long, and every second has a cause."""
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -202,3 +203,13 @@ def test_a_failing_progress_counter_does_not_lose_the_stall() -> None:
     with pytest.raises(KeyboardInterrupt):
         stalls.wait(Ticket("read"), StallCause.NVME_READ)
     assert stalls.counts[StallCause.NVME_READ] == 1
+
+
+def test_a_wait_within_a_charged_block_counts_once() -> None:
+    stalls, started_s = clock(), time.perf_counter()
+    with stalls.charged(StallCause.RANKS), pytest.raises(IoTimeoutError):
+        stalls.wait(Ticket("write of blocks.3"), StallCause.NVME_WRITE)
+    elapsed_s = time.perf_counter() - started_s
+    assert stalls.seconds[StallCause.NVME_WRITE] >= TIMEOUT_S
+    assert stalls.total_s <= elapsed_s
+    assert sum(stall.duration_s for stall in stalls.recent) <= elapsed_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.collectives import Collectives
+from infinity.torch_compat import job_store
 from tests.parity.loops import gathered_parameters
 from tests.ranks.jobs import rank_and_size
 from tests.ranks.training import make_config
@@ -216,3 +219,22 @@ def fail(folder: Path, where: str) -> None:
 
 def _explode(*_: object) -> None:
     raise ValueError("a module of rank 1 exploded")
+
+
+def receive_from_a_rank_that_keeps_silent(folder: Path) -> str:
+    """What the first rank is told when the second one lives and sends nothing."""
+    rank, _ = rank_and_size()
+    with infinity.offload(build(Net), make_config(folder / "swap", {})) as engine:
+        lockstep = engine._runtime.lockstep
+        assert lockstep is not None
+        lockstep.exchange(torch.ones(1))  # both are here: they have a second to meet again
+        impatient, store = Collectives(lockstep.collectives.ranks, torch.device("cpu"), 1.0), job_store("silence")
+        try:
+            if rank == 1:
+                store.wait(["told"], timedelta(seconds=60))
+                return ""
+            said = _said(lambda: impatient.receive(torch.empty(4), 1))
+            store.set("told", "1")
+            return said
+        finally:
+            impatient.close()

@@ -16,6 +16,7 @@ from tests.ranks.branching import (
     fail,
     fail_in_offload,
     make_mistakes,
+    receive_from_a_rank_that_keeps_silent,
     train_experts,
     train_experts_plain,
     train_scaled,
@@ -83,6 +84,12 @@ def test_an_exchange_that_has_failed_at_once_is_no_success(tmp_path: Path) -> No
     """What it would give is memory that nobody has written."""
     first, _ = values(run_ranks(exchange_when_the_other_has_left, 2, tmp_path))
     assert first.startswith("RankError: rank 1 has closed its engine or ended")
+
+
+def test_a_rank_that_lives_and_keeps_silent_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    first, _ = values(run_ranks(receive_from_a_rank_that_keeps_silent, 2, tmp_path))
+    assert first.startswith("RankError: a transfer between ranks [0, 1] failed on rank 0")
+    assert "was not there within 1 s (rank_timeout_s); see the other ranks' output" in first
 
 
 @pytest.mark.parametrize(
