@@ -3,6 +3,13 @@
 A key that is moved from all drives at once is there when the last drive is done, so its pieces are in proportion to
 the drives' speeds. A key too small to be cut goes whole to one drive, which is chosen so that the drives would be done
 with everything they hold at the same time: then keys are in proportion to the speeds, if not the pieces of each.
+
+[Note: runs of small keys]
+When speeds change, small keys move in the order in which they are written, until the drives are even: those written
+first all go to the faster drive, those written last stay. A reader that takes them in that order then waits for one
+drive at a time. What that can cost is bounded by the bytes of keys below one piece per drive: norms and biases beside
+blocks of hundreds of MiB. Deciding by what was written lately would spread them, but would move keys back and forth
+between drives that are even, and would let keys that are never written again (frozen weights) unbalance the rest.
 """
 
 from __future__ import annotations

@@ -328,7 +328,8 @@ class Space:
         speeds = self._speeds()
         if speeds is None:
             return None
-        speeds = [0.0 if drive in self._refusing() else speed for drive, speed in enumerate(speeds)]
+        refusing = self._refusing()
+        speeds = [0.0 if drive in refusing else speed for drive, speed in enumerate(speeds)]
         if not any(speeds):
             return None
         present: dict[int, int] = {}

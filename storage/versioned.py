@@ -235,7 +235,7 @@ class VersionedStore(ShardStore):
                     self._check_open()
                     writes = [
                         operation.ticket
-                        for operation in self._in_flight
+                        for operation in self._operations.in_flight
                         if operation.op is Op.WRITE and operation.key not in self._volatile
                     ]
                     if not writes:

@@ -284,15 +284,16 @@ def test_a_submission_that_was_interrupted_is_over(tmp_path: Path, where: str, o
         first, second = map_private(8192, huge_pages=False), map_private(8192, huge_pages=False)
         first[:] = b"1" * 8192
         assert store.submit_write("a", first, tag=tag).wait(_DEADLINE_S)
-        really_start, submit = store._transfers.start, store.submit_read if op is Op.READ else store.submit_write
+        transfers, submit = store._operations._transfers, store.submit_read if op is Op.READ else store.submit_write
+        really_start = transfers.start
 
         def start(operation: Any) -> Ticket:
-            store._transfers.start = really_start  # type: ignore[method-assign]
+            transfers.start = really_start  # type: ignore[method-assign]
             if where == "when all of it has begun":
                 really_start(operation)
             raise KeyboardInterrupt
 
-        store._transfers.start = start  # type: ignore[method-assign]
+        transfers.start = start  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             submit("a", second, tag=tag)
         assert not store.describe_in_flight()

@@ -281,6 +281,30 @@ def test_conflicting_operations_are_held_and_others_are_not(open_store: MakeStor
         assert store.drain(WAIT_S)
 
 
+def test_what_was_given_up_may_end_once_more(
+    open_store: MakeStore, pool: HostPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An interrupted submission gives its operation up after a while; the drive may complete it later all the same."""
+    held: list[HeldBackend] = []
+    store = open_store("buffered", wrap_backend=_hold(held))
+    store.create("a", PAGE)
+    with filled(pool, PAGE, 1) as lease:
+        ticket = store.submit_write("a", lease.memory, tag=TAG)
+        ((operation, entry),) = store._operations.in_flight.items()
+        store._operations._ended(entry, operation, InterruptedError("Ctrl-C"))
+        assert isinstance(failure(ticket), InterruptedError)
+        late = held[0].held[0].ticket
+        held[0].let_go()
+        finish(late)
+        again = store.submit_write("a", lease.memory, tag=TAG)
+        held[0].wait_for(1)
+        held[0].let_go()
+        finish(again)
+    assert isinstance(failure(ticket), InterruptedError)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert store.held_nbytes == PAGE
+
+
 def test_a_long_chain_that_fails_at_once_does_not_nest(open_store: MakeStore, pool: HostPool) -> None:
     class Refusing(HeldBackend):
         has_one = False
