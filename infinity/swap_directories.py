@@ -5,14 +5,18 @@ from __future__ import annotations
 import atexit
 import logging
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from storage.filesystems import find_file_system
+from infinity.errors import ConfigError
+from infinity.sizes import format_nbytes
+from storage.filesystems import find_file_system, find_mount
 from storage.forks import in_this_process
+from storage.swapfile import make_directory_error
 
 TEMPORARY_PREFIX = "infinity-swap-"
 _log = logging.getLogger(__name__)
@@ -24,18 +28,26 @@ _ON_DISK = Path("/var/tmp")
 def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -> Iterator[Sequence[Path]]:
     """The given directories; without any, a temporary one, removed afterwards or at exit.
 
-    Each of several ranks gets a folder of its own in every directory that was given.
+    One that is missing is made, and told with where it lies. Each of several ranks gets a folder of its own in every
+    directory that was given.
 
     Where the system's temporary directory lies in memory, which would make swapping to it pointless, `/var/tmp` is
     used instead.
+
+    Raises:
+        ConfigError: the folder in which one should lie is missing too.
+        StorageError: one cannot be made.
     """
     if paths is not None:
+        for path in paths:
+            _make_directory(path)
         if rank is None:
             yield paths
             return
         own = [directory_of_rank(path, rank) for path in paths]
         for path in own:
-            path.mkdir(parents=True, exist_ok=True)
+            with _told(path):
+                path.mkdir(exist_ok=True)
         try:
             yield own
         finally:
@@ -55,6 +67,52 @@ def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -
     finally:
         atexit.unregister(remove)
         remove()
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory that was given, if it is missing.
+
+    It may be a slip, or the drive that belongs there is not mounted: then swap files would wear out another drive. So
+    only one level is made, and where that is gets told.
+    """
+    if path.is_dir():
+        return
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise ConfigError(
+            f"nvme.paths: {path} cannot be made, because there is no folder {parent} to make it in. Check the "
+            f"spelling, and whether the drive is mounted; if it shall lie there: mkdir -p {shlex.quote(str(path))}"
+        )
+    with _told(path):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if not path.is_dir():  # else another rank has made it
+                raise
+            return
+        free = format_nbytes(shutil.disk_usage(path).free)
+    _log.warning(
+        "nvme.paths: %s did not exist and was made, %s with %s free. If a drive should be mounted there, stop this run "
+        "and mount it",
+        *(path, _place_of(path), free),
+    )
+
+
+def _place_of(path: Path) -> str:
+    """On which file system a directory lies, for people."""
+    mount = find_mount(path)
+    if mount is None:
+        return f"on the file system of {path.absolute().parent}"
+    of = f" ({mount.source})" if mount.source not in ("", "none", mount.type_name) else ""
+    return f"on the {mount.type_name}{of} that is mounted at {mount.point}"
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise make_directory_error(path, error) from error
 
 
 def directory_of_rank(path: Path, rank: int) -> Path:

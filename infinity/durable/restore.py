@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +80,22 @@ def _restore_buffers(runtime: Runtime, run: StoredRun) -> None:
             buffer.copy_(run.buffers[name])
 
 
+def _why_none(path: Path) -> str:
+    if not path.is_dir():
+        return "there is no such folder; is its drive mounted?"
+    return "no step was ever committed there"
+
+
+def _refuse_missing_drives(run: StoredRun, paths: Sequence[Path]) -> None:
+    """A drive that is not mounted is told before anything is made where it should be."""
+    missing = [str(path) for path in paths if not durable_folder(path).is_dir()]
+    if missing:
+        raise CheckpointError(
+            f"the run in {run.path} cannot be resumed: no part of it is in {', '.join(missing)}. Mount the drive, or "
+            f"give the directories that it had: {', '.join(run.layout.directories)}"
+        )
+
+
 def find_run(config: Config, *, resume: bool) -> StoredRun | None:
     """The run that an engine is to continue; None for a new one.
 
@@ -97,9 +114,11 @@ def find_run(config: Config, *, resume: bool) -> StoredRun | None:
     run = read_run(folder)
     if run is None and resume:
         raise CheckpointError(
-            f"there is no run to resume in {paths[0]}: no step was ever committed there. Give the directories of the "
-            "run in the order in which it had them"
+            f"there is no run to resume in {paths[0]}: {_why_none(paths[0])}. Give the directories of the run in "
+            "the order in which it had them"
         )
+    if run is not None and resume:
+        _refuse_missing_drives(run, paths)
     if run is not None and not resume:
         raise ConfigError(
             f"{folder} holds a run at step {run.step}, which would be lost. Continue it (resume=True, `infinity train "

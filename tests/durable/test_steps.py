@@ -57,6 +57,31 @@ def test_a_continued_run_with_small_moments(tmp_path: Path, form: str, budget: s
         run_in(tmp_path, resume=True, precision="bf16", schedule="synchronous", host={"budget": "16MiB"})
 
 
+def test_a_run_is_not_resumed_without_one_of_its_drives(tmp_path: Path) -> None:
+    """Nothing is made where the drive should be: it is mounted there, and the run goes on."""
+    drives = [tmp_path / "a", tmp_path / "b"]
+    for drive in drives:
+        drive.mkdir()
+    settings: dict[str, Any] = {"nvme": {"paths": drives}, "host": {"budget": "300KiB"}}
+    first = run_in(tmp_path, **settings)
+    losses = first.train(0, 1)
+    note(first)
+    first.engine.close()
+    for number, missing in enumerate(drives):
+        missing.rename(tmp_path / "away")
+        for is_mounted in (False, True):  # a folder without a drive, and an empty one where a drive should be
+            if is_mounted:
+                missing.mkdir()
+            with pytest.raises(infinity.CheckpointError, match=rf"{missing}.*(mounted\?|committed|Mount the drive)"):
+                run_in(tmp_path, resume=True, **settings)
+            assert [path.name for path in tmp_path.glob(f"{'ab'[number]}/*")] == []
+        missing.rmdir()
+        (tmp_path / "away").rename(missing)
+    again = run_in(tmp_path, resume=True, **settings)
+    assert again.engine.committed_step == len(losses) == 1
+    again.engine.close()
+
+
 def check_continued(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = Run(lambda model: infinity.offload(model, small_config(tmp_path, **settings)))
     losses, expected = whole.train(0, 5), whole.summary()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from infinity.errors import ConfigError
 from infinity.swap_directories import default_directory, swap_directories
 from storage import filesystems
+from storage.errors import StorageError
 from storage.filesystems import Mount
 
 ROOT = Path(__file__).parents[2]
@@ -49,10 +51,47 @@ def entries(folder: Path) -> list[Path]:
 
 def test_given_directories_are_left_alone(mounts: Mounts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = (tmp_path / "a", tmp_path / "b")
+    for path in paths:
+        path.mkdir()
     with swap_directories(paths) as chosen:
         assert chosen == paths
-    assert entries(tmp_path) == []
+    assert set(entries(tmp_path)) == set(paths)
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_missing_directory_is_made_and_told_once(
+    mounts: Mounts, tmp_path: Path, caplog: pytest.LogCaptureFixture, rank: int | None
+) -> None:
+    """The drive that belongs there may not be mounted."""
+    there, missing = tmp_path / "there", tmp_path / "missing"
+    there.mkdir()
+    mounts[str(tmp_path)] = "xfs"
+    for _ in range(2):
+        with swap_directories((there, missing), rank=rank):
+            assert missing.is_dir()
+    (message,) = caplog.messages
+    assert f"{missing} did not exist and was made, on the xfs that is mounted at {tmp_path} with" in message
+    assert "iB free" in message
+    assert "mount it" in message
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_nothing_is_made_where_its_parent_is_missing(tmp_path: Path, rank: int | None) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    paths = (there, tmp_path / "nvmee0" / "swap")
+    refusal = rf"{paths[1]} cannot be made, because there is no folder {paths[1].parent}.*mkdir -p {paths[1]}"
+    with pytest.raises(ConfigError, match=refusal), swap_directories(paths, rank=rank):
+        pass
+    assert entries(tmp_path) == [there]
+
+
+def test_a_file_in_the_place_of_a_directory_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "swap"):
+        with pytest.raises((StorageError, ConfigError), match=str(path)), swap_directories((path,), rank=0):
+            pass
 
 
 # Without any -----------------------------------------------------------------------------------------------------
