@@ -8,13 +8,16 @@ graph asks before it uses them.
 [Note: views in training]
 The graph of a training forward saves views of its own, which no count tells from those that code keeps. So where
 there are more uses than the engine's own, the tensors that Python knows are looked through (`infinity.holders`). That
-takes 0.5 ms to 0.1 s; so it is done once for every *composition*: the uses of the memory and of each parameter, which
-are the same in every step of an ordinary model, and others as soon as code keeps a view.
+takes 0.5 ms to 0.1 s; so it is done once for every *composition*: the uses of the memory and of each parameter, and the
+nodes that autograd has made meanwhile. They are the same in every step of an ordinary model, and others as soon as code
+keeps a view. The nodes tell a view that code keeps from one that the graph of a unit that is alike saves in its place:
+the first unit of a model saves one less when its input needs no gradient, but makes as many nodes.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
@@ -26,17 +29,30 @@ import torch
 from infinity.errors import NotGatheredError
 from infinity.groups import FlatGroup
 from infinity.holders import is_held, young_collections
-from infinity.torch_compat import storage_use_count, tensor_use_counts
+from infinity.torch_compat import next_sequence_nr, storage_use_count, tensor_use_counts
 
 _MOST_COMPOSITIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """When a group was gathered: the uses of its memory, and how often objects had become old."""
+    """When a group was gathered.
+
+    Attributes:
+        uses: of its memory.
+        collections: how often objects had become old.
+        place: thread and backward (-1: none), in which autograd numbers its nodes.
+        sequence_nr: of the next node there.
+    """
 
     uses: int
     collections: int
+    place: tuple[int, int]
+    sequence_nr: int
+
+    def nodes_since(self) -> int | None:
+        """How many nodes autograd has made; None if that was in part elsewhere."""
+        return next_sequence_nr() - self.sequence_nr if self.place == _place() else None
 
 
 class _Saved:
@@ -83,7 +99,7 @@ class KeptGroups:
 
     def note_gathered(self, group: FlatGroup) -> None:
         """A group has just been gathered: nobody could look at its memory before."""
-        self._gathered_at[group.index] = _Moment(_uses(group), young_collections())
+        self._gathered_at[group.index] = _Moment(_uses(group), young_collections(), _place(), next_sequence_nr())
 
     def is_shown(self, group: FlatGroup) -> bool:
         """Whether code outside holds a tensor over the memory of a gathered group that nobody uses any more.
@@ -97,7 +113,7 @@ class KeptGroups:
             return uses > before.uses
         if uses <= self.views.own(group):
             return False
-        composition = (in_backward, before.uses, uses, *tensor_use_counts(group.parameters))
+        composition = (in_backward, before.uses, uses, before.nodes_since(), *tensor_use_counts(group.parameters))
         known = self._in_graphs[_kind(group)]
         if composition not in known:
             self.searches += 1
@@ -188,6 +204,10 @@ class Views:
 
 def _uses(group: FlatGroup) -> int:
     return storage_use_count(group.flat.untyped_storage())
+
+
+def _place() -> tuple[int, int]:
+    return threading.get_ident(), torch._C._current_graph_task_id()
 
 
 def _kind(group: FlatGroup) -> Hashable:

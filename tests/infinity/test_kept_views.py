@@ -299,3 +299,42 @@ def test_what_refers_to_a_tensor() -> None:
     del module.kept
     assert not are_referred_to([weight])
     assert graph.requires_grad
+
+
+class Lines(nn.Module):
+    """Its input needs no gradient, so the graph saves nothing of the first weight, and a view of every other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(30, 30) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for line in self.lines:
+            x = torch.tanh(line(x))
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_kept_view_in_place_of_one_that_a_graph_saves(offload: MakeEngine, number: int) -> None:
+    """The memory of a weight and the weight are used as often as where a unit that is alike has a graph alone."""
+    models: dict[str, nn.Module] = {"plain": build(Lines), "ours": build(Lines)}
+    offload(models["ours"], unit_classes=["Linear"], resident_threshold=0)
+    optimizers = _optimizers(models)
+    kept: dict[str, list[Tensor]] = {name: [] for name in models}
+    for name, model in models.items():
+
+        def hook(module: nn.Module, args: Any, output: Any, views: list[Tensor] = kept[name]) -> None:
+            views[:] = [module.weight.t()] if step % 2 else []
+
+        model.get_submodule(f"lines.{number}").register_forward_hook(hook)
+    x = torch.randn(4, 30, generator=torch.Generator().manual_seed(1))
+    for step in range(4):  # what is looked at now and then, such as for a log
+        losses = [model(x) for model in models.values()]
+        assert [len(views) for views in kept.values()] == [step % 2] * 2
+        assert all(view.untyped_storage().nbytes() for view in kept["ours"])  # else reading it ends the process
+        for ours, plain in zip(kept["ours"], kept["plain"], strict=True):
+            assert torch.equal(ours, plain)
+        for loss, optimizer in zip(losses, optimizers.values(), strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
