@@ -18,7 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
-from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
+from contextvars import Context
+from itertools import count
+from typing import Any, Protocol, Self, TypeVar, TypeVarTuple, Unpack
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -68,6 +70,22 @@ class VirtualDeadlockError(RuntimeError):
     """Nothing on a virtual loop can ever happen again, or it goes on for ever; the message names the pending tasks."""
 
 
+class _Moment(float):
+    """The time of a timer. Of two that are equal, the one that was set first comes first."""
+
+    number: int
+
+    def __new__(cls, when: float, number: int) -> Self:
+        moment = super().__new__(cls, when)
+        moment.number = number
+        return moment
+
+    def __lt__(self, other: float) -> bool:
+        if isinstance(other, _Moment) and float.__eq__(self, other):
+            return self.number < other.number
+        return float.__lt__(self, other)
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An asyncio loop that jumps to its next timer instead of waiting for it.
 
@@ -75,6 +93,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     `run_until_complete` (and so out of the test), naming the pending tasks and the lines they wait at. Jobs given to
     `run_in_executor` and `asyncio.to_thread` are waited for while the time stands still. Other threads are unknown to
     the loop: where they complete what the loop waits for, give it real time for them with `thread_grace_s`.
+
+    Timers of the same moment run in the order in which they were set, so what is handed to a queue at one time stays in
+    order. A real loop promises that only for different moments, and no two of its moments are the same.
 
     Args:
         clock: the time of the loop, to be shared with blocking code; default its own, starting at zero.
@@ -89,12 +110,22 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._thread_grace_s = thread_grace_s
         self._limit_s = limit_s
         self._n_jobs = 0
+        self._timers = count()
         super().__init__(_JumpingSelector(self._wait))
         self._clock_resolution = _CLOCK_RESOLUTION_S
 
     def time(self) -> float:
         """Virtual seconds."""
         return self.clock.now_s()
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[Unpack[_Ts]], object],
+        *args: *_Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
+        return super().call_at(_Moment(when, next(self._timers)), callback, *args, context=context)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[_Ts]], _T], *args: *_Ts

@@ -54,6 +54,18 @@ def test_timers_run_in_order_of_time() -> None:
     assert run_virtual(main()) == [("a", 0.1), ("b", 0.3), ("c", 3.0)]
 
 
+def test_timers_of_one_moment_run_in_the_order_in_which_they_were_set() -> None:
+    async def main() -> list[int]:
+        loop, seen = asyncio.get_running_loop(), []
+        for number in range(20):
+            loop.call_at(1.0, seen.append, number)
+        loop.call_later(0.5, seen.append, -1)
+        await asyncio.sleep(2.0)
+        return seen
+
+    assert run_virtual(main()) == [-1, *range(20)]
+
+
 @given(st.lists(st.floats(1e-9, 1e5), max_size=20))
 def test_every_timer_fires_once_and_not_early(delays: list[float]) -> None:
     async def main() -> list[float]:
