@@ -293,6 +293,14 @@ class Removed:
     def __init__(self, name: str) -> None:
         self._name = name
 
+    @property
+    def is_closed(self) -> bool:
+        return False
+
+    def owns_module(self, module: nn.Module) -> bool:
+        """It serves none."""
+        return False
+
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         self._refuse(getattr(func, "__name__", str(func)))
 

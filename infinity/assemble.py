@@ -88,7 +88,8 @@ def draw_up(
     _refuse_late_updates(config)
     specs = units_of(model, config, kept)
     if not specs:
-        raise UnsupportedModelError("the model has no parameters; there is nothing to offload")
+        theirs = "that another engine does not serve already" if any(True for _ in model.parameters()) else ""
+        raise UnsupportedModelError(f"the model has no parameters {theirs}".rstrip() + "; there is nothing to offload")
     collectives = _connect(config, ranks, stack)
     local_size = _local_size(collectives)
     device = make_device(config.device, _device_budget(config, local_size))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.groups import FlatGroup
 from infinity.released import ref_of
 
 
@@ -41,13 +42,16 @@ def gathered(target: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> Itera
     refs = [ref for ref in map(ref_of, parameters) if ref is not None]
     if not refs:
         raise ConfigError("gathered() was given no parameter of an offloaded model")
-    access = refs[0].access
-    if not isinstance(access, Engine):
-        raise ConfigError(f"parameter {refs[0].name!r} was removed from its model before engine.adopt() was called")
-    if access.is_closed:
-        raise ConfigError("these parameters belong to an engine that is closed")
-    groups = {ref.group.index: ref.group for ref in refs}
-    with access.hold(list(groups.values())):
+    wanted: dict[Engine, dict[int, FlatGroup]] = {}  # a model may have one of another engine in it
+    for ref in refs:
+        if not isinstance(ref.access, Engine):
+            raise ConfigError(f"parameter {ref.name!r} was removed from its model before engine.adopt() was called")
+        if ref.access.is_closed:
+            raise ConfigError(f"parameter {ref.name!r} belongs to an engine that is closed")
+        wanted.setdefault(ref.access, {})[ref.group.index] = ref.group
+    with ExitStack() as stack:
+        for engine, groups in wanted.items():
+            stack.enter_context(engine.hold(list(groups.values())))
         yield
 
 

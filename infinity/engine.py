@@ -39,6 +39,7 @@ from infinity.ranks import Ranks
 from infinity.released import ParameterRef
 from infinity.runtime import Runtime
 from infinity.tensor_parallel import TensorParallel
+from infinity.territory import Territory
 from infinity.updates import Updates
 from infinity.weights.match import LoadedWeights
 from storage.drives import WrapBackend
@@ -70,6 +71,7 @@ class Engine(StatefulEngine):
     ) -> None:
         run = find_run(config, resume=resume) if ranks is None else find_run_of_ranks(config, ranks, resume=resume)
         self.loaded_weights: LoadedWeights | None = None
+        self._territory = Territory(model)
         self._tensor_parallel = TensorParallel(model)
         self._tensor_parallel.check(config, ranks)
         with ExitStack() as undo:
@@ -112,11 +114,11 @@ class Engine(StatefulEngine):
 
     def _go_live(self, runtime: Runtime, before: Traffic | None = None) -> None:
         """Every shard is there: from now on the model computes through this engine."""
-        self._iteration.watch_structure()
+        self._iteration.watch_structure(self._territory)
         resident = UserHold()
         for group in runtime.resident_groups:
             runtime.gatherer.gather(group, resident, Phase.FORWARD)
-        _move_buffers(runtime.model, runtime.device.torch_device)
+        _move_buffers(self._territory, runtime.device.torch_device)
         self._book = TrafficBook(runtime, before)
         self.plan = Plan(runtime)
         runtime.hooks = hooks.install(
@@ -143,6 +145,7 @@ class Engine(StatefulEngine):
         """
         self._check_open()
         self._accept_edits()
+        self._territory.look()
         self._runtime.saver.wait()
         optimizer, before = self._updates.optimizer, self.traffic
         made = adopt_changes(self._runtime, self._updates, self._iteration, self)
@@ -163,7 +166,20 @@ class Engine(StatefulEngine):
 
     def has_module_parameter(self, parameter: torch.Tensor) -> bool:
         """Whether a module of the model holds this very object."""
-        return any(parameter is held for held in self._runtime.model.parameters())
+        self._territory.look()
+        return any(parameter is held for module in self._territory.modules() for held in module._parameters.values())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters that this engine serves, each once, in module order: what its optimizer is built over.
+
+        Those of `model.parameters()`, unless another engine serves a module inside the model.
+        """
+        found = (p for m in self._territory.modules() for p in m._parameters.values() if p is not None)
+        yield from {id(parameter): parameter for parameter in found}.values()
+
+    def owns_module(self, module: nn.Module) -> bool:
+        """Whether it serves a module: those of the model, without what other engines serve inside it."""
+        return module in self._territory
 
     # Training --------------------------------------------------------------------------------------------------
 
@@ -334,8 +350,8 @@ class Engine(StatefulEngine):
         raise TypeError("an engine cannot be pickled")
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
+def _move_buffers(territory: Territory, device: torch.device) -> None:
+    for module in territory.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)

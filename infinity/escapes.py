@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.runs import Run
+from infinity.territory import Territory
 from infinity.torch_compat import node_sequence_nr
 
 _LONGEST = 64
@@ -29,10 +30,12 @@ class Escapes:
     """Watches one unit. Used by the training thread, and in backward by autograd's."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._spaces = [vars(part) for part in module.modules()]
+        territory = Territory(module)
+        self._borders = [inner for _, inner in territory.borders]
+        self._spaces = [vars(part) for part in territory.modules()]
         self._watched = [
             part
-            for part in module.modules()
+            for part in territory.modules()
             if part is not module and any(p is not None for p in part._parameters.values())
         ]
         self._run: Run | None = None
@@ -40,7 +43,8 @@ class Escapes:
 
     def install(self) -> list[RemovableHandle]:
         """Register the hooks; the handles remove them."""
-        return [part.register_forward_hook(self._left_part) for part in self._watched]
+        passed = [inner.register_forward_pre_hook(self._passed_on, with_kwargs=True) for inner in self._borders]
+        return [*passed, *(part.register_forward_hook(self._left_part) for part in self._watched)]
 
     def begin(self, run: Run, begin: Callable[[], None]) -> None:
         """A forward of the unit starts in grad mode; `begin` is called when its backward does."""
@@ -60,6 +64,12 @@ class Escapes:
             self._watch(output)
         else:
             for tensor in _tensors_in(output):
+                self._watch(tensor)
+
+    def _passed_on(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """What a module of another engine gets: a backward from anywhere inside it comes by here."""
+        if not torch.compiler.is_compiling():
+            for tensor in _tensors_in((args, kwargs)):
                 self._watch(tensor)
 
     def _watch(self, tensor: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ from infinity.escapes import Escapes
 from infinity.groups import Unit
 from infinity.microbatches import MicroBatches, UnitSlices, sliced_units
 from infinity.runs import Run
+from infinity.territory import Territory
 from infinity.torch_compat import CheckpointRun, node_sequence_nr
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -238,10 +239,10 @@ class EntryHooks:
         ]
 
 
-def _entries(model: nn.Module, units: Sequence[Unit]) -> list[nn.Module]:
+def _entries(territory: Territory, units: Sequence[Unit]) -> list[nn.Module]:
     """Every module that has a unit in it or is one."""
     inside = {id(unit.module) for unit in units}
-    return [module for module in model.modules() if any(id(part) in inside for part in module.modules())]
+    return [module for module in territory.modules() if any(id(part) in inside for part in module.modules())]
 
 
 def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -278,6 +279,7 @@ def install(
         micro_batches: into how many slices every unit cuts the batch.
     """
     handles = []
+    territory = Territory(model)
     shared = MicroBatches(micro_batches)
     chosen = sliced_units(units) if micro_batches > 1 else set()
     slices = {unit.index: UnitSlices(unit, shared) for unit in units if unit.index in chosen}
@@ -288,11 +290,12 @@ def install(
             handles += UnitHooks(unit, events, activations, slices.get(unit.index)).install()
     owners = {id(module): module for unit in units for module in unit.module.modules()}
     for module in owners.values():
-        if any(parameter is not None for parameter in module._parameters.values()):
+        if module in territory and any(parameter is not None for parameter in module._parameters.values()):
             handles.append(
                 module.register_state_dict_post_hook(_copy_into_state_dict)  # type: ignore[no-untyped-call]
             )
-    for module in _entries(model, units):  # after the units': an outermost forward begins before its unit is gathered
+    # After the units': an outermost forward begins before its unit is gathered.
+    for module in _entries(territory, units):
         handles += EntryHooks(module, events).install()
     if micro_batches > 1:
         handles += shared.install(model)

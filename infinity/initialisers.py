@@ -13,13 +13,14 @@ same values from the same seed, the first drawing is repeated in memory that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
+from infinity.territory import Territory
 
 InitFn = Callable[[nn.Module], object]
 
@@ -72,15 +73,18 @@ def plan_initialisation(model: nn.Module, init_fn: InitFn | None) -> InitPlan:
     """How the modules of a model are initialised."""
     if init_fn is not None:
         return InitPlan(tuple(_steps_with(model, init_fn)))
-    if any(is_pretrained(module) for module in model.modules()):
-        return InitPlan(tuple(_Pretrained(getattr(model, "peft_config", {})).steps(model)), reaches_down=True)
-    return InitPlan(tuple(_plain_steps(model, set())))
+    territory = Territory(model)
+    theirs = {id(module) for _, border in territory.borders for module in border.modules()}
+    if any(is_pretrained(module) for module in territory.modules()):
+        steps = _Pretrained(getattr(model, "peft_config", {}), theirs).steps(model)
+        return InitPlan(tuple(steps), reaches_down=True)
+    return InitPlan(tuple(_plain_steps(model, theirs)))
 
 
 def _steps_with(model: nn.Module, init_fn: InitFn) -> Iterator[InitStep]:
     """Modules without parameters, which may have buffers, initialise themselves as without the function."""
     own = {id(step.module): step for step in plan_initialisation(model, None).steps if not step.is_drawn}
-    for module in model.modules():
+    for module in Territory(model).modules():
         if any(parameter is not None for parameter in module._parameters.values()):
             yield InitStep((module,), _call(init_fn, module))
         elif id(module) in own:
@@ -135,12 +139,13 @@ class _Pretrained:
 
     Args:
         adapters: PEFT's settings by name of the adapter.
+        theirs: ids of modules that another engine serves and has initialised.
     """
 
-    def __init__(self, adapters: Mapping[str, Any]) -> None:
+    def __init__(self, adapters: Mapping[str, Any], theirs: Set[int]) -> None:
         self._adapters = adapters
-        self._made: set[int] = set()
-        self._done: set[int] = set()
+        self._made = set(theirs)
+        self._done = set(theirs)
 
     def steps(self, module: nn.Module) -> Iterator[InitStep]:
         if is_pretrained(module):

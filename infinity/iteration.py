@@ -39,6 +39,7 @@ from infinity.runs import OpenRuns, Run
 from infinity.runtime import Runtime
 from infinity.shortage import explain_shortage
 from infinity.structure import Structure
+from infinity.territory import Territory
 from infinity.updates import Updates
 
 _ON_USE = "gathered on use"
@@ -69,9 +70,9 @@ class Iteration:
         self._repeats = Repeats(self._release)
         self._ages = GraphAges(runtime.states)
 
-    def watch_structure(self) -> None:
-        """From now on the model has to keep its parameters; the stand-ins are in place."""
-        self._structure = Structure(self._runtime.model, self._runtime.groups)
+    def watch_structure(self, territory: Territory) -> None:
+        """From now on the modules have to keep their parameters; the stand-ins are in place."""
+        self._structure = Structure(territory, self._runtime.groups)
 
     # Forward ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +122,9 @@ class Iteration:
 
     def pre_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
-        if not recomputing:
+        if recomputing:
+            self._tasks.join()  # what it gathers is released at the end, though no backward may ever come by here
+        else:
             self._occupancy.check()
         self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
         if not recomputing:

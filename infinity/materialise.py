@@ -21,6 +21,7 @@ from infinity.layout import FlatSpan
 from infinity.placing import adopt, piece_numel, pieces_nbytes, place, sources_of, write, write_in_pieces
 from infinity.runtime import Runtime
 from infinity.staging import StagingMemory
+from infinity.territory import Territory
 from infinity.weights.match import Match
 from infinity.weights.stream import read_into
 from storage.align import PAGE_NBYTES, align_up
@@ -126,7 +127,7 @@ def materialise(
     Raises:
         UnsupportedModelError: it names what nothing initialises.
     """
-    if groups or any(b.is_meta for b in runtime.model.buffers()):
+    if groups or any(b.is_meta for _, b in Territory(runtime.model).named_buffers()):
         with torch.no_grad():
             _Materialiser(runtime, groups, values, on_done).run(plan_initialisation(runtime.model, values.init_fn))
     refuse_empty_buffers(runtime.model)
@@ -138,7 +139,7 @@ def refuse_empty_buffers(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: it names the first one.
     """
-    for module in model.modules():
+    for module in Territory(model).modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 raise UnsupportedModelError(

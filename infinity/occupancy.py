@@ -20,6 +20,7 @@ from types import FrameType
 from torch import nn
 
 from infinity.errors import IterationError
+from infinity.territory import Territory
 
 _CALL = "_wrapped_call_impl"  # what `module(...)` runs
 _BACKWARD = "_engine_run_backward"  # what every kind of backward runs
@@ -29,7 +30,7 @@ class Occupancy:
     """Counts nested calls of a model and its parts. Written by the thread inside; the lock covers the way in."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {id(module) for module in model.modules()}
+        self._modules = {id(module) for module in Territory(model).modules()}
         self._lock = threading.Lock()
         self._thread = 0
         self._depth = 0

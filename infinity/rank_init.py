@@ -16,6 +16,7 @@ from infinity.errors import RankError
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.lockstep import Lockstep, Want
+from infinity.territory import Territory
 from storage.pool import HostPool
 
 
@@ -25,7 +26,7 @@ def check_same_model(lockstep: Lockstep, model: nn.Module, groups: Sequence[Flat
     Raises:
         RankError: they do not; it names the first difference.
     """
-    mine = "\n".join([*_described(groups), *(f"buffer {n}: {_kind(b)}" for n, b in model.named_buffers())])
+    mine = "\n".join([*_described(groups), *(f"buffer {n}: {_kind(b)}" for n, b in Territory(model).named_buffers())])
     digest = int.from_bytes(blake2b(mine.encode(), digest_size=7).digest())
     if len({brought[0] for brought in lockstep.meet(Want.SETUP, digest)}) == 1:
         return
@@ -95,7 +96,7 @@ def share_buffers(lockstep: Lockstep, model: nn.Module) -> None:
     """Give the model's buffers the first rank's values."""
     lockstep.meet(Want.SETUP)
     is_first = lockstep.collectives.ranks.member == 0
-    for _, buffer in model.named_buffers():
+    for _, buffer in Territory(model).named_buffers():
         if buffer.numel():
             values = buffer.detach().cpu().contiguous()
             lockstep.collectives.scatter(values, (lambda _, v=values: v) if is_first else None)  # type: ignore[misc]

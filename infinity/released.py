@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 class Access(Protocol):
     """What a released parameter asks of its engine when an operation touches it."""
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its parameters are gone."""
+
+    def owns_module(self, module: nn.Module) -> bool:
+        """Whether the engine serves a module; see `infinity.territory`."""
+
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run `func` with the released arguments gathered, or raise NotGatheredError."""
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup, replaced_error
+from infinity.territory import Territory
 
 _ADOPT = "Call engine.adopt() between two steps, or give new parameters to optimizer.add_param_group, which does so"
 
@@ -45,12 +46,12 @@ class Structure:
     """The parameters of a model as the engine knows them. Used by the training thread.
 
     Args:
-        model: whose hooks are installed.
+        territory: the modules whose hooks are installed.
         groups: all of its parameters, whose stand-ins are in place.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[FlatGroup]) -> None:
-        self._model = model
+    def __init__(self, territory: Territory, groups: Sequence[FlatGroup]) -> None:
+        self._territory = territory
         self._places: dict[tuple[int, str], tuple[str, frozenset[int]]] = {}
         self._known: set[int] = set()
         self._frozen = [group for group in groups if not group.trainable]
@@ -78,6 +79,7 @@ class Structure:
             )
         if all(seen.is_unchanged for seen in self._seen):
             return
+        self._territory.look()
         added, replaced = self.changes()
         if replaced:
             raise replaced_error(*replaced[0])
@@ -100,7 +102,7 @@ class Structure:
         return added, replaced
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor, tuple[int, str]]]:
-        for prefix, module in self._model.named_modules():
+        for prefix, module in self._territory.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     yield f"{prefix}.{name}" if prefix else name, parameter, (id(module), name)
@@ -109,7 +111,7 @@ class Structure:
         """Remember the modules as they are now."""
         self._seen = [
             _Seen(module, tuple(module._modules.values()), self._ids_of(module), len(module._parameters))
-            for module in self._model.modules()
+            for module in self._territory.modules()
         ]
 
     def _ids_of(self, module: nn.Module) -> frozenset[int]:

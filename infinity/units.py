@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
+from infinity.released import ref_of
+from infinity.territory import Territory
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _MIN_REPEATS = 2
@@ -79,12 +81,15 @@ class Parameters:
 
     Args:
         kept: what is offloaded already, by the id of every object that may stand for it.
+        territory: the modules of the model that count; looked for if not given.
     """
 
-    def __init__(self, model: nn.Module, kept: Mapping[int, Kept] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, kept: Mapping[int, Kept] | None = None, territory: Territory | None = None
+    ) -> None:
         self._kept = kept or {}
         self._found: dict[int, Owned] = {}
-        for prefix, module in model.named_modules():
+        for prefix, module in (territory or Territory(model)).named_modules():
             for attribute, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -124,28 +129,41 @@ def partition(
         UnsupportedModelError: `unit_classes` or `wrap_policy` matches nothing, or modules without a forward or of
             another model; or a parameter is a lazy, sparse, complex or subclassed tensor.
     """
-    parameters = Parameters(model, kept)
+    territory = Territory(model)
+    territory.refuse_closed()
+    parameters = Parameters(model, kept, territory)
     fresh = [entry for entry in parameters if entry.kept is None]
-    _refuse_unsupported(fresh)
-    _refuse_overlapping(model, fresh)
+    _refuse_unsupported(model, fresh)
+    _refuse_overlapping(territory, fresh)
     if wrap_policy is not None:
-        blocks = _outermost(_chosen_blocks(model, *wrap_policy))
+        blocks = _outermost(_chosen_blocks(territory, model, *wrap_policy))
         _refuse_unusable(blocks, wrap_policy[0])
     elif unit_classes:
         wanted = ", ".join(c if isinstance(c, str) else c.__name__ for c in unit_classes)
-        blocks = _outermost(_match_blocks(model, "", unit_classes))
+        blocks = _outermost(_match_blocks(territory, model, "", unit_classes))
         _refuse_unusable(blocks, f"unit_classes = {wanted}")
     else:
-        blocks = _outermost(_repeated_blocks(model, ""))
+        blocks = _outermost(_repeated_blocks(territory, model, ""))
     inside = {id(m) for _, block in blocks for m in block.modules()}
-    chosen = blocks + list(_large_owners(model, parameters, inside, resident_threshold_nbytes))
-    order = {id(m): position for position, m in enumerate(model.modules())}
+    chosen = blocks + list(_large_owners(territory, parameters, inside, resident_threshold_nbytes))
+    order = {id(m): position for position, m in enumerate(territory.modules())}
     chosen.sort(key=lambda pair: order[id(pair[1])])
-    return _assign(model, parameters, chosen)
+    return _assign(territory, model, parameters, chosen)
 
 
-def _refuse_unsupported(parameters: Sequence[Owned]) -> None:
+def _refuse_shared(model: nn.Module, entry: Owned) -> None:
+    """A parameter that a module of another engine holds too has its values and state there."""
+    ref = ref_of(entry.parameter)
+    if ref is not None and not ref.access.owns_module(model):
+        raise UnsupportedModelError(
+            f"parameter {entry.name!r} is {ref.name!r} of another model that has been offloaded, and one engine cannot "
+            f"read what another one holds. Give this model a parameter of its own, or offload both models as one"
+        )
+
+
+def _refuse_unsupported(model: nn.Module, parameters: Sequence[Owned]) -> None:
     for entry in parameters:
+        _refuse_shared(model, entry)
         if isinstance(entry.parameter, nn.parameter.UninitializedParameter):
             raise UnsupportedModelError(
                 f"parameter {entry.name!r} is lazy and has no shape yet; run one forward before offloading the model"
@@ -171,10 +189,10 @@ def _refuse_unsupported(parameters: Sequence[Owned]) -> None:
             )
 
 
-def _refuse_overlapping(model: nn.Module, parameters: Sequence[Owned]) -> None:
+def _refuse_overlapping(territory: Territory, parameters: Sequence[Owned]) -> None:
     """Tensors that share memory change together; offloaded, each would have values of its own."""
     named = [(entry.name, entry.parameter.detach(), True) for entry in parameters]
-    named += [(name, buffer, False) for name, buffer in model.named_buffers()]
+    named += [(name, buffer, False) for name, buffer in territory.named_buffers()]
     spans = [(*_memory_span(t), name, is_parameter) for name, t, is_parameter in named if _has_memory(t)]
     furthest = furthest_parameter = (0, "")  # where what came before ends
     for start, stop, name, is_parameter in sorted(spans):
@@ -222,76 +240,81 @@ def _outermost(found: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Mod
     return [entry for key, entry in reversed(modules.items()) if key not in inner]
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _has_parameters(territory: Territory, module: nn.Module) -> bool:
+    own = any(parameter is not None for parameter in module._parameters.values())
+    return own or any(_has_parameters(territory, child) for _, child in territory.named_children(module))
 
 
-def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _repeated_blocks(territory: Territory, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Outermost children that occur at least twice, by class, in one container."""
     counts: dict[type[nn.Module], int] = {}
     if isinstance(module, _CONTAINERS):
-        for child in module.children():
-            if _has_parameters(child):
+        for _, child in territory.named_children(module):
+            if _has_parameters(territory, child):
                 counts[type(child)] = counts.get(type(child), 0) + 1
-    for name, child in module.named_children():
+    for name, child in territory.named_children(module):
         path = f"{prefix}.{name}" if prefix else name
         if counts.get(type(child), 0) >= _MIN_REPEATS and not isinstance(child, _CONTAINERS) and _is_called(child):
             yield path, child
         else:
-            yield from _repeated_blocks(child, path)
+            yield from _repeated_blocks(territory, child, path)
 
 
 def _match_blocks(
-    module: nn.Module, path: str, unit_classes: Sequence[str | type[nn.Module]]
+    territory: Territory, module: nn.Module, path: str, unit_classes: Sequence[str | type[nn.Module]]
 ) -> Iterator[tuple[str, nn.Module]]:
     if any(type(module).__name__ == c if isinstance(c, str) else isinstance(module, c) for c in unit_classes):
         yield path, module
         return
-    for name, child in module.named_children():
-        yield from _match_blocks(child, f"{path}.{name}" if path else name, unit_classes)
+    for name, child in territory.named_children(module):
+        yield from _match_blocks(territory, child, f"{path}.{name}" if path else name, unit_classes)
 
 
-def _chosen_blocks(model: nn.Module, setting: str, policy: WrapPolicy) -> Iterator[tuple[str, nn.Module]]:
-    names = {id(module): name for name, module in model.named_modules()}
+def _chosen_blocks(
+    territory: Territory, model: nn.Module, setting: str, policy: WrapPolicy
+) -> Iterator[tuple[str, nn.Module]]:
+    names = {id(module): name for name, module in territory.named_modules()}
     for module in policy(model):
         if id(module) not in names:
             raise UnsupportedModelError(
-                f"{setting} chose {type(module).__name__}, which is no module of the model; it has to give some of "
-                "model.modules()"
+                f"{setting} chose {type(module).__name__}, which is no module of the model, or one that another "
+                "engine has offloaded; it has to give some of model.modules()"
             )
         yield names[id(module)], module
 
 
 def _large_owners(
-    model: nn.Module, parameters: Parameters, inside: set[int], threshold_nbytes: int
+    territory: Territory, parameters: Parameters, inside: set[int], threshold_nbytes: int
 ) -> Iterator[tuple[str, nn.Module]]:
     """Modules outside the blocks that own many bytes themselves; each takes the rest of its subtree with it."""
     taken: set[int] = set()
-    for name, module in model.named_modules():
+    for name, module in territory.named_modules():
         if id(module) in inside or id(module) in taken:
             continue
-        own = {id(p): p for p in _direct_parameters(module)} if _is_called(module) else {}
+        own = {id(p): p for p in _direct_parameters(territory, module)} if _is_called(module) else {}
         if own and sum(parameters.of(p).nbytes for p in own.values()) >= threshold_nbytes:
             taken.update(id(m) for m in module.modules())
             yield name, module
 
 
-def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+def _direct_parameters(territory: Territory, module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters of the module itself and of children that have no forward of their own."""
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
-    for child in module.children():
+    for _, child in territory.named_children(module):
         if not _is_called(child):
-            yield from _direct_parameters(child)
+            yield from _direct_parameters(territory, child)
 
 
-def _assign(model: nn.Module, parameters: Parameters, chosen: Sequence[tuple[str, nn.Module]]) -> list[UnitSpec]:
+def _assign(
+    territory: Territory, model: nn.Module, parameters: Parameters, chosen: Sequence[tuple[str, nn.Module]]
+) -> list[UnitSpec]:
     owned_by: dict[int, UnitSpec] = {}
     chosen_ids = {id(module) for _, module in chosen}
-    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    places = Counter(id(module) for _, module in territory.named_modules(remove_duplicate=False))
     specs = []
     for name, module in chosen:
         spec = UnitSpec(name, module, [], [], n_places=places[id(module)])
-        for entry in _own_subtree(module, parameters, chosen_ids):
+        for entry in _own_subtree(territory, module, parameters, chosen_ids):
             if id(entry.parameter) in owned_by:
                 spec.borrowed.append(entry)
             else:
@@ -305,7 +328,7 @@ def _assign(model: nn.Module, parameters: Parameters, chosen: Sequence[tuple[str
     return specs
 
 
-def _own_subtree(module: nn.Module, parameters: Parameters, chosen_ids: set[int]) -> list[Owned]:
+def _own_subtree(territory: Territory, module: nn.Module, parameters: Parameters, chosen_ids: set[int]) -> list[Owned]:
     """Parameters of the subtree without nested units, each once, in module order."""
     seen: dict[int, Owned] = {}
 
@@ -314,7 +337,7 @@ def _own_subtree(module: nn.Module, parameters: Parameters, chosen_ids: set[int]
             if parameter is not None:
                 entry = parameters.of(parameter)
                 seen.setdefault(id(entry.parameter), entry)
-        for child in part.children():
+        for _, child in territory.named_children(part):
             if id(child) not in chosen_ids:
                 walk(child)
 

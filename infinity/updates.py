@@ -53,6 +53,7 @@ class Updates:
         if runtime.lockstep is not None and runtime.config.stage < 3:
             self._exchange = ParameterExchange(runtime, runtime.lockstep)
         self._has_warned = False
+        self._trains = any(group.trainable for group in runtime.groups)  # a frozen model needs no optimizer
         if isinstance(runtime.sink, RankGradientSink):
             runtime.sink.agrees_early = self.is_overlapped
 
@@ -105,7 +106,7 @@ class Updates:
         """A backward begins."""
         self._runtime.check_open()  # a graph outlives the hooks
         self.consistency.check()
-        if self.is_overlapped and self._optimizer is None:
+        if self.is_overlapped and self._trains and self._optimizer is None:
             raise ConfigError(
                 "schedule='overlapped' updates parameters during backward; build infinity.AdamW(model.parameters()) "
                 "before the first backward"

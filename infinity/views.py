@@ -185,11 +185,12 @@ class Views:
 
         def unpack(saved: _Saved) -> torch.Tensor:
             tensor = saved.tensor
-            group = self._group_of(tensor)
-            if group is not None and group.flat.untyped_storage().nbytes() == 0:
+            if _is_freed(tensor):  # of another engine too: of several blocks torch asks the innermost one only
+                group = self._group_of(tensor)
+                whose = f" of {group.key}" if group is not None else ""
                 raise NotGatheredError(
-                    f"a backward needs parameters of {group.key} that were used inside `infinity.gathered(...)`, which "
-                    "is over. Run the backward inside the block too"
+                    f"a backward needs parameters{whose} that were used inside `infinity.gathered(...)`, which is "
+                    "over. Run the backward inside the block too"
                 )
             if tensor._version != saved.version:
                 raise RuntimeError(
@@ -200,6 +201,13 @@ class Views:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor has been given back: reading it would end the process."""
+    with torch._C.DisableTorchFunctionSubclass():
+        has_memory = torch._C._has_storage(tensor) and tensor.numel() > 0
+        return has_memory and tensor.untyped_storage().nbytes() == 0
 
 
 def _uses(group: FlatGroup) -> int:

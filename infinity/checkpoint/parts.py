@@ -19,6 +19,7 @@ from infinity.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
 from infinity.errors import CheckpointError, ConfigError
 from infinity.groups import FlatGroup
 from infinity.released import ref_of
+from infinity.territory import Territory
 
 # Optimizer settings ----------------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ def check_buffers(model: nn.Module, folder: Path, index: Index) -> None:
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
+        for prefix, module in Territory(model).named_modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
@@ -156,7 +157,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def state_names(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Every name that `model.state_dict()` has, in its order, with the module and attribute behind it."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in Territory(model).named_modules(remove_duplicate=False):
         for attribute, value in (*module._parameters.items(), *module._buffers.items()):
             if value is not None and attribute not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute

@@ -119,15 +119,20 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
         if self._config is not None:
             self._refuse_in_tier([ref_of(parameter) for parameter in parameters])
             return
-        refs = self._refs_of(parameters)
-        for group, slot in slots_of(parameters):
-            self._places[group.index, slot] = added
+        refs, slots = self._refs_of(parameters), slots_of(parameters)
+        engine = self._engine
         for ref in refs:
             if ref is None or not isinstance(ref.access, Engine):
                 raise ConfigError("the parameters belong to an engine that is closed")
-            if self._engine is not None and ref.access is not self._engine:
-                raise ConfigError("the parameters belong to several engines; build one optimizer per engine")
-            self._engine = ref.access
+            engine = engine or ref.access
+            if ref.access is not engine:
+                raise ConfigError(
+                    f"parameter {ref.name!r} of shape {ref.group.layout.slots[ref.slot].shape} belongs to the engine "
+                    "of another model, as those of a module inside a model may. Build one optimizer per engine, each "
+                    "over engine.parameters()"
+                )
+        self._engine = engine
+        self._places.update({(group.index, slot): added for group, slot in slots})
 
     def _refuse_in_tier(self, refs: Sequence[ParameterRef | None]) -> None:
         offloaded = next((ref.name for ref in refs if ref is not None), None)
@@ -363,6 +368,12 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     engine = next((ref.access for ref in refs if ref is not None), None)
     if not isinstance(engine, Engine):
         raise ConfigError("clip_grad_norm_ was given no parameter of an offloaded model")
+    foreign = next((ref.name for ref in refs if ref is not None and ref.access is not engine), None)
+    if foreign is not None:
+        raise ConfigError(
+            f"clip_grad_norm_ was given parameters of several engines, {foreign!r} among them, whose updates are made "
+            "by their own optimizers; clip the parameters of each engine by themselves"
+        )
     return engine.clip(slots, max_norm)
 
 

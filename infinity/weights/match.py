@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from infinity.errors import CheckpointError
+from infinity.territory import Territory
 from infinity.units import Parameters
 from infinity.weights.source import Weights
 from infinity.weights.transformers_names import Renamed, Renamer, file_name_of, ignored, is_of_adapter, pretrained_of
@@ -94,7 +95,7 @@ def places_of(model: nn.Module) -> dict[str, Place]:
     first = {id(entry.parameter): entry.name for entry in Parameters(model)}
     names: dict[str, list[str]] = {name: [] for name in first.values()}
     shapes = {entry.name: tuple(entry.parameter.shape) for entry in Parameters(model)}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in Territory(model).named_modules(remove_duplicate=False):
         held = {**module._parameters, **_persistent(module)}
         for attribute, tensor in held.items():
             if tensor is None:

@@ -15,6 +15,7 @@ from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.placing import write_in_pieces
 from infinity.runtime import Runtime
+from infinity.territory import Territory
 from infinity.weights.match import Match, places_of
 from storage.pool import HostPool, Lease
 
@@ -92,7 +93,7 @@ def read_buffers(model: nn.Module, match: Match) -> None:
                 buffer.copy_(values)
             continue
         done[id(buffer)] = values
-    for module in model.modules():
+    for module in Territory(model).modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None and id(buffer) in done:
                 module._buffers[attribute] = done[id(buffer)]

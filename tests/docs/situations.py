@@ -88,6 +88,13 @@ def changing(folder: Path, stack: ExitStack) -> Names:
     return before_offload(folder, stack) | names
 
 
+def nested(folder: Path, stack: ExitStack) -> Names:
+    """A model and another one that is to become a part of it; settings for each."""
+    settings = config(folder)
+    names = {"model": MyModel(), "teacher": MyModel(), "config": settings, "teacher_config": settings}
+    return before_offload(folder, stack) | names
+
+
 def saved(folder: Path, stack: ExitStack) -> Names:
     """A checkpoint in run/step100."""
     names = training(folder, stack)
@@ -170,6 +177,7 @@ SITUATIONS: dict[str, Situation] = {
     "training": training,
     "not offloaded": not_offloaded,
     "changing": changing,
+    "nested": nested,
     "saved": saved,
     "training saved": training_saved,
     "deepspeed": deepspeed,

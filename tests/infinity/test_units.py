@@ -10,7 +10,6 @@ from torch import nn
 
 import infinity
 from infinity.errors import UnsupportedModelError
-from infinity.released import OffloadedParameter
 from infinity.units import RESIDENT_NAME, Parameters, UnitSpec, partition
 from tests import zoo
 from tests.conftest import MakeEngine
@@ -317,16 +316,20 @@ class _Tagged(torch.Tensor):
     pass
 
 
+class _Special(nn.Parameter):
+    pass
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (nn.parameter.UninitializedParameter, "is lazy .* run one forward"),
         (lambda: nn.Parameter(torch.ones(3).as_subclass(_Tagged)), "is a _Tagged; only plain nn.Parameter"),
-        (lambda: OffloadedParameter(torch.ones(3)), "is a OffloadedParameter; .* can be offloaded once"),
+        (lambda: _Special(torch.ones(3)), "is a _Special; .* can be offloaded once"),
         (lambda: nn.Parameter(torch.eye(3).to_sparse()), "sparse or complex"),
         (lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), "sparse or complex"),
     ],
-    ids=["lazy", "subclass", "offloaded", "sparse", "complex"],
+    ids=["lazy", "subclass", "special", "sparse", "complex"],
 )
 def test_parameters_that_cannot_be_offloaded(make: Callable[[], nn.Parameter], reason: str) -> None:
     model = Model(layers=blocks(2), part=Model(odd=make()))

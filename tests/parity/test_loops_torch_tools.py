@@ -163,12 +163,3 @@ def test_twenty_engines_leave_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     state_nbytes = 12 * 6 * 2 * 128 * 256
     assert max(rss[-5:]) - max(rss[:5]) < 2 * state_nbytes, "20 engines keep more than two engines' state"
-
-
-def test_an_engine_inside_the_model_of_another_is_refused(offload: MakeEngine) -> None:
-    inner = build(Net)
-    offload(inner)
-    outer = nn.Sequential(inner, nn.Linear(29, 29))
-    with pytest.raises((infinity.UnsupportedModelError, infinity.ConfigError), match="offloaded"):
-        offload(outer)
-    train(inner, infinity.AdamW(inner.parameters()), 0)
