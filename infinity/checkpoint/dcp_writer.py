@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from infinity.checkpoint.dcp_reader import GROUPS, MODEL, STATE
 from infinity.checkpoint.description import describe_model
-from infinity.checkpoint.folder import replaced_folder
+from infinity.checkpoint.folder import made_for, replaced_folder
 from infinity.checkpoint.format import (
     INDEX_FILE,
     PARAMETER,
@@ -157,7 +157,7 @@ class InfinityWriter(StorageWriter):
     # Parts -----------------------------------------------------------------------------------------------------
 
     def _folder(self) -> Path:
-        return self._path.parent / f".{self._path.name}.saving"
+        return made_for(self._path)
 
     def _write(self, folder: Path, rank: int, items: Sequence[WriteItem], planner: SavePlanner) -> _Written:
         written = _Written({}, {}, {}, {}, {}, {})

@@ -4,6 +4,10 @@ The new content is made in a hidden folder beside it, `.<name>.saving`. When eve
 places in one system call, and then what was there before is removed. A crash at any moment leaves either the old folder
 or the new one under the name, never a mixture. (On a file system that cannot exchange two names it may leave the old
 one as `.<name>.before`.)
+
+A process that is killed leaves what it was making. Whoever saves next into the same parent removes it: the maker of a
+folder holds its lock as long as it lives, so one that can be locked has no maker. Locks of file systems that several
+machines share may not be seen by all of them, so nothing is removed there but what is in the way.
 """
 
 from __future__ import annotations
@@ -11,21 +15,30 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from infinity.errors import CheckpointError
 from storage.errors import StorageError
-from storage.filesystems import make_folders, sync_folder
+from storage.filesystems import Kind, find_file_system, make_folders, sync_folder
 
+_log = logging.getLogger(__name__)
+_SAVING = ".saving"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 # How file systems answer that do not lock folders, such as those of a network; there nobody else may save to the path.
 _NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+_LOCAL = (Kind.DISK, Kind.COPY_ON_WRITE, Kind.MEMORY, Kind.LAYERS)
+# Whoever removes what a killed process left holds its lock for a moment.
+_LOCK_ATTEMPTS, _LOCK_PAUSE_S = 20, 0.01
 
 
 @contextmanager
@@ -41,12 +54,12 @@ def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Itera
     """
     path = Path(os.path.abspath(path))
     refuse_other(path, is_replaceable)
-    made = path.parent / f".{path.name}.saving"
+    made = made_for(path)
     with writing(path):
         make_folders(path.parent)
-        made.mkdir(exist_ok=True)
         with ExitStack() as locks:
-            locks.callback(os.close, _lock(made, path))
+            locks.callback(os.close, _lock(made, path, is_to_make=True))
+            _remove_left(path.parent)
             try:
                 _empty(made)
                 yield made
@@ -91,28 +104,80 @@ def _is_empty(path: Path) -> bool:
     return next(path.iterdir(), None) is None
 
 
-def _lock(folder: Path, path: Path) -> int:
+def made_for(path: Path) -> Path:
+    """Where the folder that shall be at `path` is made."""
+    return path.parent / f".{path.name}{_SAVING}"
+
+
+def _lock(folder: Path, path: Path, *, is_to_make: bool = False) -> int:
     """A descriptor that locks a folder until it is closed. One that a killed process left is not locked.
+
+    Args:
+        is_to_make: the folder is made if it is not there.
 
     Raises:
         CheckpointError: another process, which is saving to `path`, has the lock.
     """
+    for attempt in range(_LOCK_ATTEMPTS):
+        if attempt:
+            time.sleep(_LOCK_PAUSE_S)
+        if is_to_make:
+            folder.mkdir(exist_ok=True)
+        fd = _try_lock(folder)
+        if fd is not None:
+            return fd
+    raise CheckpointError(f"another process is saving to {path}; give another path")
+
+
+def _try_lock(folder: Path, *, is_needed: bool = False) -> int | None:
+    """As `_lock`; None if somebody else has the lock, or the folder has gone.
+
+    Args:
+        is_needed: None also where the file system has no locks, instead of a descriptor that locks nothing.
+    """
     with ExitStack() as undo:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        undo.callback(os.close, fd)
         try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            undo.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_mine = os.path.samestat(os.fstat(fd), folder.stat())  # whoever had the lock may have renamed it
-        except BlockingIOError:
-            is_mine = False
+            if not os.path.samestat(os.fstat(fd), folder.stat()):  # whoever had the lock may have renamed it
+                return None
+        except (BlockingIOError, FileNotFoundError):
+            return None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            is_mine = True
-        if not is_mine:
-            raise CheckpointError(f"another process is saving to {path}; give another path")
+            if is_needed:
+                return None
         undo.pop_all()
     return fd
+
+
+def _remove_left(parent: Path) -> None:
+    """Remove what killed processes were making in a folder. What goes wrong with that is logged: saving goes on."""
+    try:
+        if find_file_system(parent).kind not in _LOCAL:
+            return
+        for left in sorted(parent.glob(f".*{_SAVING}")):
+            _remove_one(left)
+    except OSError as error:
+        _log.warning("what a killed process left in %s could not be removed: %s", parent, error)
+
+
+def _remove_one(left: Path) -> None:
+    if left.is_symlink() or not left.is_dir() or left.stat().st_uid != os.geteuid():
+        return
+    fd = _try_lock(left, is_needed=True)
+    if fd is None:
+        return
+    try:
+        # Out of the way of whoever saves under its name now; and if this process is killed, the next one removes it.
+        mine = left.with_name(f".{os.getpid()}-{secrets.token_hex(4)}{_SAVING}")
+        left.rename(mine)
+        shutil.rmtree(mine)
+        _log.warning("removed %s, which a process that was killed had not finished", left)
+    finally:
+        os.close(fd)
 
 
 def _empty(folder: Path) -> None:

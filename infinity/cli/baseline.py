@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,25 +63,22 @@ def run_baseline(training: Training) -> PlainRun:
     Raises:
         BaselineError: it failed; the end of what it wrote is in the message.
     """
-    with tempfile.TemporaryDirectory(prefix="infinity-baseline-") as folder:
-        spec, result = Path(folder, "spec.json"), Path(folder, "result.json")
-        spec.write_text(json.dumps({"training": asdict(training), "threads": torch.get_num_threads()}))
-        # -P: modules in the folder the user works in must not shadow the library's.
-        command = [sys.executable, "-P", "-m", "infinity.cli.plain_run", str(spec), str(result)]
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment()
-        )
-        try:
-            _, said = process.communicate()
-        except BaseException:
-            process.kill()
-            process.communicate()
-            raise
-        if process.returncode != 0:
-            end = "\n".join(said.splitlines()[-_SHOWN_LINES:])
-            how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-            raise BaselineError(f"the plain PyTorch run ended with {how}:\n{end}")
-        return PlainRun(**json.loads(result.read_text()))
+    spec = json.dumps({"training": asdict(training), "threads": torch.get_num_threads(), "parent": os.getpid()})
+    # -P: modules in the folder the user works in must not shadow the library's.
+    command = [sys.executable, "-P", "-m", "infinity.cli.plain_run"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_environment())
+    try:
+        result, said = process.communicate(spec)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
+    if process.returncode != 0:
+        end = "\n".join(said.splitlines()[-_SHOWN_LINES:])
+        how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+        raise BaselineError(f"the plain PyTorch run ended with {how}:\n{end}")
+    return PlainRun(**json.loads(result))
 
 
 def _environment() -> dict[str, str]:

@@ -1,18 +1,19 @@
 """The same training in plain PyTorch, in a process of its own, so that its peak memory is its own.
 
-    python -m infinity.cli.plain_run SPEC RESULT
+    python -m infinity.cli.plain_run < SPEC > RESULT
 
-SPEC is a JSON file with the training; RESULT is written as JSON. Not meant to be called by people; `infinity train
---baseline` does.
+SPEC is JSON with the training, RESULT what came of it, so nothing of it is on a disk; whatever else is printed goes to
+standard error. Not meant to be called by people; `infinity train --baseline` does. It ends when its parent has.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,12 @@ from infinity.models.gpt import GptShape, build_plain
 EXIT_INTERRUPTED = 130
 
 
-def train_plain(training: Training) -> PlainRun:
-    """Train with `torch.optim.AdamW(fused=True)`; everything lies in memory."""
+class AbandonedError(Exception):
+    """Nobody waits for the result any more."""
+
+
+def train_plain(training: Training, check: Callable[[], object] = lambda: None) -> PlainRun:
+    """Train with `torch.optim.AdamW(fused=True)`; everything lies in memory. `check` is called before each step."""
     batches = batches_of(training, load_training_text(training))
     device = torch.device("cuda" if training.uses_cuda else "cpu")
     model = build_plain(training.shape, recompute=training.recompute, seed=training.seed).to(device)
@@ -37,6 +42,7 @@ def train_plain(training: Training) -> PlainRun:
     )
     run = PlainRun([], [], [], 0)
     for step in range(training.steps):
+        check()
         started_s = time.perf_counter()
         loss = accumulate_gradients(model, batches, step, training.accumulate, device, slices=training.micro_batches)
         run.losses.append(loss)
@@ -58,15 +64,21 @@ def training_from_json(fields: dict[str, Any]) -> Training:
 
 
 def main() -> int:
-    spec, result = Path(sys.argv[1]), Path(sys.argv[2])
-    given = json.loads(spec.read_text())
-    map_large_blocks()
-    torch.set_num_threads(given["threads"])
-    try:
-        run = train_plain(training_from_json(given["training"]))
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    result.write_text(json.dumps(asdict(run)))
+    given = json.loads(sys.stdin.read())
+
+    def check() -> None:
+        if os.getppid() != given["parent"]:  # it was killed, and has left this process to another one
+            raise AbandonedError
+
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as result:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        map_large_blocks()
+        torch.set_num_threads(given["threads"])
+        try:
+            run = train_plain(training_from_json(given["training"]), check)
+        except (KeyboardInterrupt, AbandonedError):
+            return EXIT_INTERRUPTED
+        json.dump(asdict(run), result)
     return 0
 
 

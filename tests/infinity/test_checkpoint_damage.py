@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ from infinity.checkpoint.format import BUFFERS_FILE, DamagedCheckpointError, che
 from infinity.checkpoint.parts import save_buffers
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.tensor_file import TensorFileReader
+from storage.filesystems import FileSystem, Kind
 from tests.conftest import small_config
 from tests.resume import Run
-from tests.zoo import Net, batch, loss_of
+from tests.zoo import Net, batch, build, loss_of
 
 MakeEngine = Callable[..., infinity.Engine]
 _REPOSITORY = Path(__file__).parents[2]
@@ -290,6 +292,69 @@ def test_a_killed_process_leaves_the_old_folder(
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_what_a_killed_process_was_making_is_removed_by_the_next_save_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Checkpoints of a series have names of their own, so nobody saves to that of the killed one again."""
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "step1")]
+    assert subprocess.run(command, cwd=_REPOSITORY, timeout=50, check=False).returncode == -9
+    left, others = tmp_path / ".step1.saving", tmp_path / "others.saving"
+    assert left.is_dir()
+    others.mkdir()
+    (tmp_path / ".link.saving").symlink_to(others)
+    model = build(Net)
+    with infinity.offload(model, small_config(tmp_path)) as engine:
+        engine.save(tmp_path / "step2")
+    assert not left.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"step2", "others.saving", ".link.saving"}
+    assert [message for message in caplog.messages if str(left) in message]
+
+
+_HOLDING = """
+import sys
+from pathlib import Path
+from infinity.checkpoint.folder import replaced_folder
+with replaced_folder(Path(sys.argv[1]), lambda there: True) as made:
+    (made / "content").write_text("of another process")
+    print("making", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_another_process_is_making_stays(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLDING, str(tmp_path / "step1")]
+    with subprocess.Popen(command, cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "making\n"
+        _write(tmp_path / "step2", "mine")
+        assert (tmp_path / ".step1.saving" / "content").is_file()
+        other.stdin.close()
+        assert other.wait(timeout=50) == 0
+    found = {path.name: (path / "content").read_text() for path in tmp_path.iterdir()}
+    assert found == {"step1": "of another process", "step2": "mine"}
+
+
+def test_nothing_is_removed_where_other_machines_may_be_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / ".step1.saving"
+    left.mkdir()
+    monkeypatch.setattr(folders, "find_file_system", lambda path: FileSystem("nfs4", Kind.NETWORK))
+    _write(tmp_path / "step2", "mine")
+    assert left.is_dir()
+
+
+def test_saves_beside_each_other_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """Each looks at what the others are making, at every moment of it."""
+
+    def save(name: str) -> None:
+        for number in range(40):
+            _write(tmp_path / name, f"{name} {number}")
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(save, name) for name in "abcd"]:
+            done.result()
+    assert {path.name: (path / "content").read_text() for path in tmp_path.iterdir()} == {n: f"{n} 39" for n in "abcd"}
+
+
 def test_a_failure_inside_leaves_the_old_folder(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     _write(path, "old")
@@ -305,9 +370,7 @@ def test_a_failure_inside_leaves_the_old_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_was_there_before_is_removed_later_if_not_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_there_before_is_removed_later_if_not_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without exchange, a process killed between the two renames leaves the old folder under its other name."""
     path = tmp_path / "folder"
     _write(path, "old")
