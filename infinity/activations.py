@@ -166,7 +166,10 @@ class Activations:
 
     def end(self, run: CheckpointRun, *, is_complete: bool) -> None:
         """It is over, or it has failed."""
-        run.end() if is_complete else run.abandon()
+        if is_complete:
+            run.end()
+        else:
+            run.abandon()
         if run in self._runs:
             self._runs.remove(run)
 

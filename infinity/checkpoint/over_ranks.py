@@ -95,7 +95,7 @@ def save_over_ranks(
                 descriptions=describe_model(runtime.model),
             )
             part = _Part(files, gradients, hold_stored(runtime, files, stack), small)
-        save = _save_of(path, folder, part, ranks, stack.pop_all())
+        save = _save_of(path, folder, part, ranks, stack)
     write(runtime, save, wait=wait)
 
 
@@ -123,14 +123,14 @@ def _save_of(path: Path, folder: Path, part: _Part, ranks: AllRanks, ending: Exi
         else:
             outcome.post(_told(folder, part, written, ranks.member))
 
-    closing = ExitStack()
-    closing.push(outcome.end)  # what is pushed first ends last
-    closing.push(ending)
-    save = CapturedSave(
-        *(path, folder, part.files, part.held, finish, closing),
-        begun=part.gradients.writer,
-        on_progress=bulletin.tick,
-    )
+    with ExitStack() as closing:
+        closing.push(outcome.end)  # what is pushed first ends last
+        closing.push(ending.pop_all())
+        save = CapturedSave(
+            *(path, folder, part.files, part.held, finish, closing),
+            begun=part.gradients.writer,
+            on_progress=bulletin.tick,
+        )
     outcome.on_progress = save.note_progress
     return save
 

@@ -104,7 +104,12 @@ def save_checkpoint(
 
 def write(runtime: Runtime, save: CapturedSave, *, wait: bool) -> None:
     """Write what has been captured: now, or behind training if there is room for that."""
-    if wait or not _has_room(runtime, save):
+    try:
+        is_now = wait or not _has_room(runtime, save)
+    except BaseException as error:
+        save.abandon(error)
+        raise
+    if is_now:
         runtime.saver.write(save)
     else:
         runtime.saver.begin(save)
@@ -144,7 +149,7 @@ def _capture(runtime: Runtime, path: Path, beside: Beside, keep: Keep) -> Captur
         def finish(written: Mapping[str, FileEntry]) -> None:
             finish_folder(folder, small, entries_of(files, gradients), written)
 
-        return CapturedSave(path, folder, files, held, finish, stack.pop_all(), begun=gradients.writer)
+        return CapturedSave(path, folder, files, held, finish, stack, begun=gradients.writer)
 
 
 def hold_stored(runtime: Runtime, files: Sequence[ShardFile], stack: ExitStack) -> HeldKeys | None:

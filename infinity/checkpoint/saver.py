@@ -101,7 +101,8 @@ class CapturedSave:
         files: of shards.
         held: what of them lies in swap files; let go when it has been copied.
         finish: told what became of the files; writes what else belongs to the checkpoint, the index last.
-        closing: ends the folder: with an exception it removes it, without it puts it in its place.
+        closing: ends the folder: with an exception it removes it, without it puts it in its place. What it holds is
+            taken over at last; if something fails before, it stays the caller's.
         begun: a file beside them whose parts have been written; to be finished.
         on_progress: told, on the thread that writes, that something has been written.
     """
@@ -125,7 +126,6 @@ class CapturedSave:
         self.preserved_nbytes = 0  # of memory that was written before its change
         self._held = held
         self._finish = finish
-        self._closing = closing
         self._on_progress = on_progress
         self._state = SaveState.CAPTURED
         self._error: BaseException | None = None
@@ -139,6 +139,7 @@ class CapturedSave:
                 if isinstance(part.source, MemorySource):
                     one = _MemoryPart(file, part.name, part.source.memory)
                     self._memory.setdefault(part.source.key, []).append(one)
+        self._closing = closing.pop_all()
 
     @property
     def state(self) -> SaveState:
@@ -186,10 +187,12 @@ class CapturedSave:
 
     def abandon(self, error: BaseException) -> None:
         """It will not be written: nothing is left of it."""
-        self._let_go()
-        self._closing.__exit__(type(error), error, error.__traceback__)
-        self._move(SaveState.FAILED)
-        self.ticket.set_exception(error)
+        try:
+            self._let_go()
+            self._closing.__exit__(type(error), error, error.__traceback__)
+        finally:
+            self._move(SaveState.FAILED)
+            self.ticket.set_exception(error)
 
     def _write(self) -> None:
         for parts in self._memory.values():  # first: the sooner it is written the less has to be preserved

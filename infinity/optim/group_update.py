@@ -65,6 +65,7 @@ class GroupUpdate:
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
     """A record to update, with the pieces of it that have gradients."""
+
     record: Record
     parts: Sequence[ScaledPieces]
 

@@ -11,6 +11,7 @@ from infinity.plan.phases import Step
 from storage.types import Op
 
 INSTANT_BYTES_PER_S = 1e18
+_OPS = tuple(op.value for op in Op)
 _LEAST_BUSY_S = 1e-4
 _LEAST_SHARE = 0.01  # of the time of both that a direction gets while both wait
 
@@ -32,9 +33,6 @@ def fit_drives(
         _fit([event for event in events if event.track == directory and event.category in _OPS], steps)
         for directory in directories
     )
-
-
-_OPS = tuple(op.value for op in Op)
 
 
 def _fit(transfers: Sequence[TraceEvent], steps: Sequence[Step]) -> DriveModel:

@@ -21,6 +21,7 @@ from infinity.checkpoint import part_file
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.saver import MAX_IN_FLIGHT
 from storage.copying import CopyMethod
+from storage.held import HeldKeys
 from tests.conftest import small_config
 from tests.infinity.test_checkpoint import _tensors
 from tests.resume import Run
@@ -319,3 +320,25 @@ def test_going_back_to_a_commit_waits_for_the_save(tmp_path: Path) -> None:
         run.engine._runtime.before_overwrite()
         assert store is not None
         check_extents(store)
+
+
+def test_a_save_that_cannot_be_made_leaves_nothing_behind(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted at the end of its capture (Ctrl-C), it holds no bytes of the swap files, and no folder."""
+    run = start(host={"budget": "300KiB"}, schedule="synchronous")
+    run.train(0, 1)
+    store = run.engine._runtime.store
+    assert store is not None
+
+    def interrupted(self: HeldKeys, folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HeldKeys, "share_with", interrupted)
+        run.engine.save(tmp_path / "kept" / "saved")
+    assert not list((tmp_path / "kept").iterdir())
+    assert not store._space.holds._held
+    run.engine.save(tmp_path / "kept" / "saved")
+    assert (tmp_path / "kept" / "saved").is_dir()
+    run.engine.close()
