@@ -36,6 +36,7 @@ from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
 from infinity.passage import Passage
 from infinity.placement import budget_for_all_gradients
+from infinity.rank_chunked_sink import ChunkedRankGradientSink
 from infinity.rank_gradients import RankGradientSink
 from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
@@ -272,10 +273,13 @@ def _sink(
     lockstep: Lockstep | None,
 ) -> GradientSink:
     make: Callable[..., GradientSink] = GradientSink
+    if plan.placement.chunked:
+        make = ChunkedGradientSink if lockstep is None else ChunkedRankGradientSink
+        make = partial(make, passage=passage, chunked=plan.placement.chunked)
+    elif lockstep is not None:
+        make = RankGradientSink
     if lockstep is not None:
-        make = partial(RankGradientSink, lockstep=lockstep)
-    elif plan.placement.chunked:
-        make = partial(ChunkedGradientSink, passage=passage, chunked=plan.placement.chunked)
+        make = partial(make, lockstep=lockstep)
     make_room = partial(create_gradient, made.store, plan.nvme_budget_nbytes)
     spill = GradientSpill(made.store, stalls, plan.placement.spilled_gradients, make_room)
     sink = make(

@@ -102,8 +102,7 @@ def draw_up(
     chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)
     staging = staging_nbytes(model, units, groups, values)
     request = _request(config, units, groups, kernel, device, local_size, chunk_nbytes, staging)
-    if collectives is None:
-        request = replace(request, small_staging_nbytes=small_staging_nbytes(model, units, groups, values, device))
+    request = replace(request, small_staging_nbytes=small_staging_nbytes(model, units, groups, values, device))
     if collectives is not None:
         _refuse_durable_ranks(config)
         request = _with_ranks(request, config, groups, collectives)

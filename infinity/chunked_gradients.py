@@ -7,7 +7,7 @@ brings the gradient to the device once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -17,9 +17,10 @@ from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_spill import GradientSpill
 from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, largest_magnitude
 from infinity.host_block import HostBlock
-from infinity.layout import Chunk, ChunkPiece
+from infinity.layout import Chunk, ChunkPiece, FlatSpan
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.passage import Passage, release_after
+from infinity.square_sums import SquareSums
 from storage.types import Priority, Ticket
 
 _Use = Callable[[Chunk, torch.Tensor], None]
@@ -70,7 +71,7 @@ class ChunkedGradients:
             pieces = [piece for piece in chunk.pieces if piece.slot in arrived]
             if not pieces:
                 continue
-            with self._changing(gradient, chunk, step) as values:
+            with self._changing(gradient, chunk, step, reads=_is_there(gradient, chunk)) as values:
                 for piece in pieces:
                     place = group.layout.slots[piece.slot]
                     first = _first_in_slot(gradient, chunk, piece)
@@ -90,10 +91,62 @@ class ChunkedGradients:
                         _raise_peak(peaks, piece.slot, on_host)
         return peaks
 
+    def add_span(
+        self,
+        gradient: GroupGradient,
+        block: DeviceBlock,
+        average: torch.Tensor,
+        step: int,
+        *,
+        offset_nbytes: int,
+        sums: SquareSums | None,
+    ) -> None:
+        """Take a rank's span of a gradient down to the swap file, adding to what waits there.
+
+        Args:
+            average: the span on the device, 1-D and fp32.
+            offset_nbytes: of it in the block.
+            sums: measures what is in the swap file afterwards.
+        """
+        group, is_sum = gradient.group, gradient.is_filled
+        for chunk in self._chunks(gradient):
+            with self._changing(gradient, chunk, step, reads=is_sum) as values:
+                place = group.in_grad(chunk)
+                at_nbytes = offset_nbytes + place.start * GRAD_DTYPE.itemsize
+                fence = self._device.download(
+                    block, average[place], values, group.key, accumulate=is_sum, offset_nbytes=at_nbytes
+                )
+                self._stalls.wait_fence(fence, group.key)
+                if sums is not None:
+                    sums.add(chunk.span, values)
+
+    def squares(self, gradient: GroupGradient, step: int) -> dict[int, torch.Tensor]:
+        """By slot, the sum of the squares of a rank's part of what waits."""
+        sums = SquareSums(gradient.group)
+        self._read(gradient, self._chunks(gradient), step, lambda chunk, values: sums.add(chunk.span, values))
+        return sums.totals()
+
+    def fill_with_zeros(self, gradient: GroupGradient, step: int) -> None:
+        """Let all of a gradient be there, and be zero."""
+        for chunk in self._chunks(gradient):
+            with self._changing(gradient, chunk, step, reads=False) as values:
+                values.zero_()
+
+    def read_span(
+        self, gradient: GroupGradient, span: FlatSpan, step: int, use: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Hand the elements of a span of the flat buffer to `use`, a part at a time (1-D, fp32) and in order."""
+        overlapping = (c for c in self._chunks(gradient) if max(c.start, span.start) < min(c.stop, span.stop))
+
+        def use_part(chunk: Chunk, values: torch.Tensor) -> None:
+            use(values[max(span.start - chunk.start, 0) : span.stop - chunk.start])
+
+        self._read(gradient, overlapping, step, use_part)
+
     def put(self, gradient: GroupGradient, slot: int, value: torch.Tensor, step: int) -> None:
         """Make `value` (1-D, on any device) the gradient of one slot."""
         for chunk in self._chunks(gradient, slot):
-            with self._changing(gradient, chunk, step) as values:
+            with self._changing(gradient, chunk, step, reads=_is_there(gradient, chunk)) as values:
                 for piece in _of_slot(chunk, slot):
                     first = _first_in_slot(gradient, chunk, piece)
                     values[piece.start : piece.stop].copy_(value[first : first + piece.stop - piece.start])
@@ -106,7 +159,7 @@ class ChunkedGradients:
             for piece in _of_slot(chunk, slot):
                 _raise_peak(peaks, slot, values[piece.start : piece.stop])
 
-        self._read(gradient, slot, step, look)
+        self._read(gradient, self._chunks(gradient, slot), step, look)
         return peaks[slot]
 
     @contextmanager
@@ -135,7 +188,7 @@ class ChunkedGradients:
                     )
                     self._stalls.wait_fence(fence, place.name)
 
-            self._read(gradient, slot, step, upload)
+            self._read(gradient, self._chunks(gradient, slot), step, upload)
             yield whole
         finally:
             self._blocks.free(block)
@@ -149,22 +202,25 @@ class ChunkedGradients:
             if slot is None or any(_of_slot(chunk, slot)):
                 yield chunk
 
-    def _read(self, gradient: GroupGradient, slot: int, step: int, use: _Use) -> None:
+    def _read(self, gradient: GroupGradient, chunks: Iterable[Chunk], step: int, use: _Use) -> None:
         def read(chunk: Chunk, memory: memoryview) -> Ticket:
             return gradient.submit_read(chunk, memory, step, Priority.DEMAND)
 
-        self._passage.read_each(self._chunks(gradient, slot), GRAD_DTYPE, read, use, StallCause.GRADIENT_READ)
+        self._passage.read_each(chunks, GRAD_DTYPE, read, use, StallCause.GRADIENT_READ)
 
     @contextmanager
-    def _changing(self, gradient: GroupGradient, chunk: Chunk, step: int) -> Iterator[torch.Tensor]:
+    def _changing(
+        self, gradient: GroupGradient, chunk: Chunk, step: int, *, reads: bool
+    ) -> Iterator[torch.Tensor]:
         """A chunk in host memory; its write is submitted at the end of the block.
 
-        It is read before where it holds something of a gradient that is there.
+        Args:
+            reads: it is read before, for it holds something of a gradient that is there.
         """
         buffer = self._passage.take(chunk.numel * GRAD_DTYPE.itemsize, gradient_key(gradient.group))
         read = Ticket.completed()
         try:
-            if any(gradient.present[piece.slot] for piece in chunk.pieces):
+            if reads:
                 read = gradient.submit_read(chunk, buffer.memory, step, Priority.DEMAND)
                 self._stalls.wait(read, StallCause.GRADIENT_READ)
             yield _values(buffer, chunk)
@@ -176,6 +232,11 @@ class ChunkedGradients:
 
 def _values(buffer: HostBlock, chunk: Chunk) -> torch.Tensor:
     return torch.frombuffer(buffer.memory, dtype=GRAD_DTYPE, count=chunk.numel)
+
+
+def _is_there(gradient: GroupGradient, chunk: Chunk) -> bool:
+    """Whether the swap file holds a part of the gradient, with several ranks all of it, where the chunk lies."""
+    return gradient.is_filled or any(gradient.present[piece.slot] for piece in chunk.pieces)
 
 
 def _of_slot(chunk: Chunk, slot: int) -> Iterator[ChunkPiece]:

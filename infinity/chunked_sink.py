@@ -1,9 +1,8 @@
-"""The gradient sink of an engine with chunked groups, whose gradients host memory never holds whole; see passage.py."""
+"""Gradient sinks of an engine with chunked groups, whose gradients host memory never holds whole; see passage.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +11,15 @@ from infinity.chunked_gradients import ChunkedGradients
 from infinity.gradient_sink import GradientSink
 from infinity.gradients import GRAD_DTYPE, GroupGradient
 from infinity.groups import FlatGroup
+from infinity.layout import FlatSpan
 from infinity.passage import Passage
 from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
 
 
-class ChunkedGradientSink(GradientSink):
-    """Other parts as in `GradientSink`, to which the gradients of all other groups are left.
+class PassingGradientSink(GradientSink):
+    """What the gradient sinks of one rank and of several have in common where groups are chunked.
+
+    Other parts as in `GradientSink`, to which the gradients of all other groups are left.
 
     Args:
         passage: the host memory that gradients pass.
@@ -29,13 +31,30 @@ class ChunkedGradientSink(GradientSink):
         self._chunked = chunked
         self._chunks = ChunkedGradients(passage, self._spill, self._blocks, self._device, self._stalls)
 
-    # Backward --------------------------------------------------------------------------------------------------
-
     def expect(self, group: FlatGroup) -> None:
         if group.index in self._chunked:
             self._blocks.reserve(group)
         else:
             super().expect(group)
+
+    def _open(self, group: FlatGroup) -> GroupGradient:
+        if group.index not in self._chunked:
+            return super()._open(group)
+        return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
+
+    def is_chunked(self, group: FlatGroup) -> bool:
+        """Whether the gradient of a group is never in host memory as a whole."""
+        return group.index in self._chunked
+
+    def read_span(self, group: FlatGroup, span: FlatSpan, use: Callable[[torch.Tensor], None]) -> None:
+        """Hand a span of the gradient of a chunked group to `use`: a part at a time (1-D, fp32), in order."""
+        self._chunks.read_span(self._gradients[group.index], span, self.step, use)
+
+
+class ChunkedGradientSink(PassingGradientSink):
+    """The gradient sink of one rank. Its gradients are measured on the device, slot by slot, for exact norms."""
+
+    # Backward --------------------------------------------------------------------------------------------------
 
     def _take_down(
         self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
@@ -68,11 +87,6 @@ class ChunkedGradientSink(GradientSink):
         gradient.norms |= norms
         gradient.peaks |= {slot: [peak] for slot, peak in peaks.items()}
 
-    def _open(self, group: FlatGroup) -> GroupGradient:
-        if group.index not in self._chunked:
-            return super()._open(group)
-        return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
-
     # Step ------------------------------------------------------------------------------------------------------
 
     def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
@@ -101,16 +115,3 @@ class ChunkedGradientSink(GradientSink):
             if there and slot not in gradient.norms:
                 with self._chunks.on_device(gradient, slot, self.step) as whole:
                     gradient.norms[slot] = self._norm(whole).cpu()
-
-    def is_chunked(self, group: FlatGroup) -> bool:
-        """Whether the gradient of a group is never in host memory as a whole."""
-        return group.index in self._chunked
-
-    @contextmanager
-    def whole(self, group: FlatGroup, slot: int) -> Iterator[torch.Tensor]:
-        """The gradient of one parameter of a chunked group in one piece, flat, fp32, for the length of a block.
-
-        It takes the device memory that measuring it takes, and where that is not host memory a copy beside it.
-        """
-        with self._chunks.on_device(self._gradients[group.index], slot, self.step) as whole:
-            yield whole.cpu()

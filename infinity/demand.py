@@ -115,12 +115,12 @@ class Sizes:
 def chunkings(sizes: Sizes) -> Iterator[frozenset[int]]:
     """Which groups may pass host memory in chunks: none, then the largest, and so on; groups of one size together.
 
-    Not what ranks share, whose spans are lent and averaged whole, nor what is hardly larger than the buffers.
+    What counts is the part of a group that this rank holds; not what is hardly larger than the buffers.
     """
-    able = [g for g in sizes.streamed if g.sharding.size == 1 and g.layout.numel > SMALLEST_CHUNKED_NUMEL]
+    able = [g for g in sizes.streamed if g.param_span.numel > SMALLEST_CHUNKED_NUMEL]
     yield frozenset()
-    for numel in sorted({g.layout.numel for g in able}, reverse=True):
-        yield frozenset(g.index for g in able if g.layout.numel >= numel)
+    for numel in sorted({g.param_span.numel for g in able}, reverse=True):
+        yield frozenset(g.index for g in able if g.param_span.numel >= numel)
 
 
 def completed_late(units: Sequence[Unit]) -> set[int]:

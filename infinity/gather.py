@@ -210,6 +210,7 @@ class Gatherer:
             return
         if self._copies[group.index].is_chunked:
             self._fill_in_chunks(gathering, gathering.block)
+            self._finish(gathering)
         else:
             copy = self.claims.take(group)
             try:
@@ -241,18 +242,25 @@ class Gatherer:
                 buffer = torch.empty(numel, dtype=group.compute_dtype, device=self._device.torch_device)
             own = buffer[place.start : place.stop]
             offset_nbytes = place.start * group.compute_dtype.itemsize
-            copy = self.claims.take(group)
-            try:
-                fence = self._device.upload(block, copy.tensor, own, group.key, offset_nbytes=offset_nbytes)
-                self._stalls.wait_fence(fence, group.key)
-            finally:
-                self.claims.release(group)
+            self._fill_lent(group, block, own, offset_nbytes)
             if collectives.uses_nccl:
                 self._lockstep.gather_now(buffer, group.span_of)
             else:
                 self._lockstep.lend_now(own, wanting)
         finally:
             self._memory.free(block)
+
+    def _fill_lent(self, group: FlatGroup, block: DeviceBlock, own: torch.Tensor, offset_nbytes: int) -> None:
+        if self._copies[group.index].is_chunked:
+            self.claims.updated(group).raise_lost_update()
+            self._passage.fill(group, block, own, offset_nbytes=offset_nbytes)
+            return
+        copy = self.claims.take(group)
+        try:
+            fence = self._device.upload(block, copy.tensor, own, group.key, offset_nbytes=offset_nbytes)
+            self._stalls.wait_fence(fence, group.key)
+        finally:
+            self.claims.release(group)
 
     def is_held(self, group: FlatGroup) -> bool:
         """Whether a `UserHold` holds the group: then edits are written back, not lost."""
@@ -292,9 +300,12 @@ class Gatherer:
         gathering.state = GatherState.UPLOADING
 
     def _fill_in_chunks(self, gathering: _Gathering, block: DeviceBlock) -> None:
-        self.claims.updated(gathering.group).raise_lost_update()
-        with torch.no_grad(), preserve_version_counter(gathering.group.flat):
-            self._passage.fill(gathering.group, block)
+        group = gathering.group
+        self.claims.updated(group).raise_lost_update()
+        span, size = group.param_span, group.compute_dtype.itemsize
+        with torch.no_grad(), preserve_version_counter(group.flat):
+            own = group.flat[span.start : span.stop]
+            self._passage.fill(group, block, own, offset_nbytes=span.start * size)
 
     def _upload(self, gathering: _Gathering, copy: HostCopy, phase: Phase) -> None:
         """Start the upload of a claimed copy. If that fails the group is released and the claim given up."""

@@ -170,7 +170,7 @@ class HostDivision:
         """Longer chunks of what passes host memory, at most a quarter of what is spare."""
         if not self.chunked:
             return
-        largest = max(g.layout.numel for g in self._request.groups if g.index in self.chunked)
+        largest = max(g.param_span.numel for g in self._request.groups if g.index in self.chunked)
         per_element = self._buffers_nbytes(1)
         wanted = min(
             _TARGET_PASSAGE_NBYTES, largest * per_element, self.passage_nbytes + max(self._left_nbytes(), 0) // 4

@@ -106,7 +106,9 @@ class _Needs:
         return max(stream_nbytes(streamed), reading + self._filling_nbytes(others))
 
     def _filling_nbytes(self, groups: Sequence[FlatGroup]) -> int:
-        shared = 2 * max((group.shard_nbytes for group in groups if group.sharding.size > 1), default=0)
+        # Pieces of this rank's shard, or of one that has its place in host memory, and one for another rank.
+        ranks = [group for group in groups if group.sharding.size > 1]
+        shared = 2 * max((pieces_nbytes(group, self.piece_nbytes) for group in ranks), default=0)
         empty = [group for group in groups if _is_meta(group)]
         initialising = initialising_nbytes(self.model, self.units, empty, self.values, self.counts)
         copied = max((pieces_nbytes(group, self.piece_nbytes) for group in groups if group not in empty), default=0)

@@ -45,6 +45,18 @@ class ChunkPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatSpan:
+    """Elements `start` to `stop` of a flat buffer: what one rank holds of it."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Elements `start` to `stop` of a flat buffer: what the optimizer reads, updates and writes at a time."""
 
@@ -61,17 +73,9 @@ class Chunk:
     def payload_numel(self) -> int:
         return sum(piece.stop - piece.start for piece in self.pieces)
 
-
-@dataclass(frozen=True, slots=True)
-class FlatSpan:
-    """Elements `start` to `stop` of a flat buffer: what one rank holds of it."""
-
-    start: int
-    stop: int
-
     @property
-    def numel(self) -> int:
-        return self.stop - self.start
+    def span(self) -> FlatSpan:
+        return FlatSpan(self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,16 +139,20 @@ class Lockstep:
                     raise RankError(f"the ranks disagree: {self._describe(asked)}. All of them have to do the same")
                 return [row[2:] for row in asked]
 
-    def agree(self, boundary: Want, what: str, *values: int) -> None:
+    def agree(self, boundary: Want, what: str, *values: int, brings: Sequence[int] = ()) -> list[list[int]]:
         """Meet, and make sure that all ranks bring the same numbers.
+
+        Args:
+            brings: further numbers, which may differ; what each of the ranks brings of them is the result.
 
         Raises:
             RankError: they do not; or as `meet`.
         """
-        brought = self.meet(boundary, *values)
+        brought = self.meet(boundary, *values, *brings)
         if any(row[: len(values)] != list(values) for row in brought):
             names = [f"rank {rank}: {row[: len(values)]}" for rank, row in self._by_rank(brought)]
             raise RankError(f"{what} differ between the ranks ({'; '.join(names)})")
+        return [row[len(values) : len(values) + len(brings)] for row in brought]
 
     def exchange(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather equal 1-D CPU tensors of all ranks after they have met; row m is member m's."""

@@ -68,8 +68,12 @@ class Passage:
         self.mode = Mode.TRAIN
         self.step = 0
 
-    def fill(self, group: FlatGroup, block: DeviceBlock) -> None:
-        """Bring a shard to the device; returns when all of it is there. The flat buffer has its memory already.
+    def fill(self, group: FlatGroup, block: DeviceBlock, own: torch.Tensor, *, offset_nbytes: int) -> None:
+        """Bring this rank's shard to the device; returns when all of it is there.
+
+        Args:
+            own: where it goes, 1-D, in the compute dtype.
+            offset_nbytes: of `own` in the block.
 
         Raises:
             IoTimeoutError, ReadError: the shard could not be read.
@@ -77,8 +81,9 @@ class Passage:
         size = group.compute_dtype.itemsize
 
         def upload(chunk: Chunk, values: torch.Tensor) -> None:
-            target = group.flat[chunk.start : chunk.stop]
-            fence = self._device.upload(block, values, target, group.key, offset_nbytes=chunk.start * size)
+            place = group.in_shard(chunk)
+            at_nbytes = offset_nbytes + place.start * size
+            fence = self._device.upload(block, values, own[place], group.key, offset_nbytes=at_nbytes)
             self._stalls.wait_fence(fence, group.key)
 
         def read(chunk: Chunk, memory: memoryview) -> Ticket:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from infinity.config import Schedule
-from infinity.demand import SMALLEST_CHUNKED_NUMEL, Request, Sizes, Term, completed_late, held_together
+from infinity.demand import Request, Sizes, Term, completed_late, held_together
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
 from infinity.host_division import divide_host
@@ -97,7 +97,6 @@ def make_placement(request: Request) -> Placement:
         problems.append(_refusal("device", request.device_budget_nbytes, device_minimum, device_terms))
     if request.host_budget_nbytes < host.minimum_nbytes:
         problems.append(_refusal("host", request.host_budget_nbytes, host.minimum_nbytes, host.terms()))
-        problems += _advice_to_ranks(sizes)
     if problems:
         raise PlacementError("\n".join(problems))
     if host.chunked:
@@ -189,23 +188,6 @@ def _refusal(tier: str, budget_nbytes: int, minimum_nbytes: int, terms: Sequence
     lines += [f"  {format_nbytes(term.nbytes):>12}  {term.name}: {term.why}" for term in terms]
     lines.append(f"  {format_nbytes(minimum_nbytes):>12}  smallest {tier} budget that works ({minimum_nbytes} bytes)")
     return "\n".join(lines)
-
-
-def _advice_to_ranks(sizes: Sizes) -> list[str]:
-    """What several ranks can do, whose shards do not pass host memory in chunks."""
-    largest = max(sizes.streamed, key=lambda group: group.layout.numel, default=None)
-    if largest is None or largest.sharding.size == 1 or largest.layout.numel <= SMALLEST_CHUNKED_NUMEL:
-        return []
-    n_ranks = largest.sharding.size
-    held = format_nbytes(sizes.shard_nbytes[largest.index])
-    if largest.is_gathered_from_ranks:
-        smaller = f"more than {n_ranks} ranks make it smaller"
-    else:
-        smaller = f"stage=3 divides it by {n_ranks}"
-    return [
-        f"Each rank holds its shard of {largest.key} ({held}) whole while it is in use: {smaller}, and fewer ranks on "
-        "a node leave more of host.budget to each. One rank alone passes what is too large through in chunks"
-    ]
 
 
 def _device_terms(request: Request, sizes: Sizes) -> tuple[list[Term], int]:

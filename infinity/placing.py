@@ -12,12 +12,14 @@ from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import SHARD_ALIGN_NUMEL, FlatSpan
 from infinity.observe.stalls import StallCause
-from infinity.rank_init import copy_span, share_shard
+from infinity.rank_init import SharedValues, copy_span
 from infinity.runtime import Runtime
 from infinity.sizes import MIB
 from storage.align import align_down
 from storage.pool import Lease
 from storage.types import Ticket, TrafficTag
+
+Fill = Callable[[int, torch.Tensor], int]  # see `write_in_pieces`
 
 INIT_STEP = -1
 PIECE_NBYTES = MIB
@@ -37,34 +39,42 @@ def sources_of(group: FlatGroup) -> list[torch.Tensor]:
 
 
 def adopt(runtime: Runtime, group: FlatGroup) -> None:
-    """Copy the parameters that the modules hold into the shard, then let the model forget them."""
-    if runtime.lockstep is None and not runtime.copies[group.index].pinned:
-        sources = sources_of(group)
+    """Copy the parameters that the modules hold into the shard, then let the model forget them.
+
+    With several ranks those that the modules of the first one hold.
+    """
+    sources = sources_of(group)
+    if runtime.lockstep is None:
 
         def fill(start: int, into: torch.Tensor) -> int:
-            span = FlatSpan(start, start + into.numel())
+            first = group.param_span.start + start
+            span = FlatSpan(first, first + into.numel())
             copy_span(group, sources, span, into)
             return group.layout.payload_in(span)
 
-        write_in_pieces(runtime, group, piece_numel(runtime, group), fill)
-        group.take_over()
-        group.put_stand_ins()
-        return
-    lease = _make_shard(runtime, group)
+        _keep(runtime, group, piece_numel(runtime, group), fill)
+    else:
+        numel = piece_numel(runtime, group)
+        with SharedValues(runtime.lockstep, runtime.pool, group, sources, numel) as shared:
+            _keep(runtime, group, shared.numel, shared.fill)
     group.take_over()
     group.put_stand_ins()
-    place(runtime, group, lease)
 
 
-def _make_shard(runtime: Runtime, group: FlatGroup) -> Lease:
-    """This rank's shard, made of the values that the modules hold; with several ranks, of those on the first one."""
+def _keep(runtime: Runtime, group: FlatGroup, numel: int, fill: Fill) -> None:
+    """Fill a shard, in pieces of `numel` elements, where the placement wants it."""
+    if not runtime.copies[group.index].pinned:
+        write_in_pieces(runtime, group, numel, fill)
+        return
     lease = runtime.pool.lease(group.shard_nbytes, group.key)
-    shard = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.param_span.numel)
-    if runtime.lockstep is not None:
-        share_shard(runtime.lockstep, runtime.pool, group, sources_of(group), shard)
-    else:
-        copy_span(group, sources_of(group), group.param_span, shard)
-    return lease
+    try:
+        shard = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.param_span.numel)
+        for start in range(0, shard.numel(), numel):
+            fill(start, shard[start : start + numel])
+    except BaseException:
+        lease.release()
+        raise
+    place(runtime, group, lease)
 
 
 def place(runtime: Runtime, group: FlatGroup, lease: Lease) -> None:
@@ -93,9 +103,7 @@ def piece_numel(runtime: Runtime, group: FlatGroup) -> int:
     return align_down(piece_nbytes // group.shard_dtype.itemsize, SHARD_ALIGN_NUMEL)
 
 
-def write_in_pieces(
-    runtime: Runtime, group: FlatGroup, numel: int, fill: Callable[[int, torch.Tensor], int]
-) -> None:
+def write_in_pieces(runtime: Runtime, group: FlatGroup, numel: int, fill: Fill) -> None:
     """Write a shard to the swap files; a piece is written while the next one is filled.
 
     Args:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from infinity.away_gradients import ShardedGradient
-from infinity.devices.base import Fence
+from infinity.devices.base import DeviceBlock, Fence
 from infinity.gradient_sink import GradientSink
 from infinity.gradients import GRAD_DTYPE, GroupGradient
 from infinity.groups import FlatGroup
 from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause
 from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
+from infinity.square_sums import SquareSums
 
 
 def reduction_nbytes(group: FlatGroup, replicas: int) -> int:
@@ -93,6 +94,7 @@ class RankGradientSink(GradientSink):
         numel = own.numel * _spans(self._ranks.replicas) + group.layout.numel * (keeps_whole + adds_zeros)
         block = self._blocks.allocate(numel * GRAD_DTYPE.itemsize, f"average of {group.key}")
         fences: list[Fence] = []
+        gradient.norms.clear()
         try:
             with torch.inference_mode(False):
                 buffer = torch.zeros(numel, dtype=GRAD_DTYPE, device=self._device.torch_device)
@@ -108,23 +110,28 @@ class RankGradientSink(GradientSink):
                 whole[own.start : own.stop] = total
                 self._lockstep.gather_now(whole, group.span_of)
                 total = whole
-            fences.append(
-                self._device.download(
-                    block,
-                    total,
-                    gradient.tensor,
-                    group.key,
-                    accumulate=gradient.is_filled,
-                    offset_nbytes=offset * GRAD_DTYPE.itemsize,
-                )
-            )
+            fences += self._keep(gradient, block, total, offset * GRAD_DTYPE.itemsize)
         finally:
             self._blocks.leave(fences, block)
         gradient.is_filled = True
-        gradient.norms.clear()
         self._watch(gradient, fences)
         self._blocks.free_left()
         self.settle(group)
+
+    def _keep(
+        self, gradient: GroupGradient, block: DeviceBlock, average: torch.Tensor, offset_nbytes: int
+    ) -> list[Fence]:
+        """Add this rank's part of an average to what waits. What is to pass before the block can be used again.
+
+        Args:
+            average: 1-D, fp32, on the device, at an offset in the block.
+        """
+        is_sum, key = gradient.is_filled, gradient.group.key
+        return [
+            self._device.download(
+                block, average, gradient.tensor, key, accumulate=is_sum, offset_nbytes=offset_nbytes
+            )
+        ]
 
     def is_complete(self, group: FlatGroup) -> bool:
         return group.index in self._complete
@@ -180,9 +187,10 @@ class RankGradientSink(GradientSink):
     def _measure(self, gradient: GroupGradient) -> None:
         """The sum of the squares of this rank's part of every slot; which slots count is not known yet."""
         self._wait_arrived(gradient)
-        for slot in range(len(gradient.present)):
-            if slot not in gradient.norms:
-                gradient.norms[slot] = gradient.slot_view(slot).double().square().sum()
+        if not self._is_measured(gradient):
+            sums = SquareSums(gradient.group)
+            sums.add(gradient.group.grad_span, gradient.tensor)
+            gradient.norms.update(sums.totals())
 
     def discard(self) -> None:
         self.discards += bool(self._gradients)
@@ -200,17 +208,16 @@ class RankGradientSink(GradientSink):
     def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
         """Make `value` the gradient of one parameter, unless another rank has one; all ranks have to do the same."""
         gradient = self._open_filled(group)
-        start = max(group.grad_span.start - group.layout.slots[slot].offset, 0)
-        part = gradient.slot_view(slot)
-        part.copy_(value.reshape(-1)[start : start + part.numel()])
+        self._write(gradient, slot, value.reshape(-1))
         gradient.present[slot] = True
         gradient.norms.pop(slot, None)
         self.settle(group)
 
     def drop(self, group: FlatGroup, slot: int) -> None:
         if self.has(group, slot):
-            self._open_filled(group).slot_view(slot).zero_()  # what comes next is added
-            self._gradients[group.index].norms.pop(slot, None)
+            gradient = self._open_filled(group)
+            self._write(gradient, slot, torch.zeros(1).expand(group.layout.slots[slot].numel))  # what comes is added
+            gradient.norms.pop(slot, None)
             self.settle(group)
         super().drop(group, slot)
 
@@ -218,6 +225,15 @@ class RankGradientSink(GradientSink):
         gradient = self._open(group)
         self._wait_arrived(gradient)
         if not gradient.is_filled:
-            gradient.tensor.zero_()
+            self._fill_with_zeros(gradient)
             gradient.is_filled = True
         return gradient
+
+    def _write(self, gradient: GroupGradient, slot: int, value: torch.Tensor) -> None:
+        """Let this rank's part of a slot be that of `value` (1-D, of the whole slot)."""
+        group, part = gradient.group, gradient.slot_view(slot)
+        start = max(group.grad_span.start - group.layout.slots[slot].offset, 0)
+        part.copy_(value[start : start + part.numel()])
+
+    def _fill_with_zeros(self, gradient: GroupGradient) -> None:
+        gradient.tensor.zero_()

@@ -17,7 +17,8 @@ from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.lockstep import Lockstep, Want
 from infinity.territory import Territory
-from storage.pool import HostPool
+from storage.closing import Closing
+from storage.pool import HostPool, Lease
 
 
 def check_same_model(lockstep: Lockstep, model: nn.Module, groups: Sequence[FlatGroup]) -> None:
@@ -67,29 +68,66 @@ def copy_span(group: FlatGroup, sources: Sequence[torch.Tensor], span: FlatSpan,
             target[piece.start : piece.stop].copy_(values)
 
 
-def share_shard(
-    lockstep: Lockstep, pool: HostPool, group: FlatGroup, sources: Sequence[torch.Tensor], shard: torch.Tensor
-) -> None:
-    """Fill `shard` with this rank's shard of the first rank's values.
+class SharedValues(Closing):
+    """This rank's shard of the first rank's values, a piece at a time; a context manager.
+
+    Every rank asks for the same pieces in the same order, whether it keeps them in host memory or writes them to its
+    drives: those of the rank whose pieces are the shortest. The first rank sends each of the others its own.
 
     Args:
         sources: this rank's values of the group's parameters.
+        numel: elements of the pieces that this rank would take.
+
+    Attributes:
+        numel: elements of the pieces that all take; the last one may be shorter.
+
+    Raises:
+        RankError: another rank initialises another group, or has failed.
     """
-    lockstep.agree(Want.SETUP, "the groups that are initialised", group.index)
-    ranks = lockstep.collectives.ranks
-    if ranks.member != 0:
-        lockstep.collectives.scatter(shard, None)
-        return
-    copy_span(group, sources, group.param_span, shard)
-    with pool.lease(group.shard_nbytes, f"{group.key} for other ranks") as lease:
-        theirs = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=group.param_span.numel)
 
-        def make(member: int) -> torch.Tensor:
-            span = group.span_of(member % ranks.shards) if group.is_gathered_from_ranks else group.layout.whole
-            copy_span(group, sources, span, theirs)
-            return theirs
+    def __init__(
+        self, lockstep: Lockstep, pool: HostPool, group: FlatGroup, sources: Sequence[torch.Tensor], numel: int
+    ) -> None:
+        brought = lockstep.agree(Want.SETUP, "the groups that are initialised", group.index, brings=[numel])
+        self.numel = min(theirs[0] for theirs in brought)
+        self._collectives = lockstep.collectives
+        self._group = group
+        self._sources = sources
+        self._lease: Lease | None = None
+        if self._collectives.ranks.member == 0:
+            nbytes = self.numel * group.shard_dtype.itemsize
+            self._lease = pool.lease(nbytes, f"{group.key} for other ranks")
 
-        lockstep.collectives.scatter(shard, make)
+    def fill(self, start: int, into: torch.Tensor) -> int:
+        """The elements of this rank's shard from `start` on; how many of them belong to parameters."""
+        group, lease = self._group, self._lease
+        first = group.param_span.start + start
+        mine = FlatSpan(first, first + into.numel())
+        if lease is None:
+            self._collectives.scatter(into, None)
+        else:
+            theirs = torch.frombuffer(lease.memory, dtype=group.shard_dtype, count=into.numel())
+
+            def make(member: int) -> torch.Tensor:
+                begin = self._span_of(member).start + start
+                copy_span(group, self._sources, FlatSpan(begin, begin + theirs.numel()), theirs)
+                return theirs
+
+            copy_span(group, self._sources, mine, into)
+            self._collectives.scatter(into, make)
+        return group.layout.payload_in(mine)
+
+    def _span_of(self, member: int) -> FlatSpan:
+        """What a member holds of the parameters."""
+        if not self._group.is_gathered_from_ranks:
+            return self._group.layout.whole
+        return self._group.span_of(member % self._collectives.ranks.shards)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
 
 def share_buffers(lockstep: Lockstep, model: nn.Module) -> None:

@@ -12,8 +12,9 @@ import os
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -38,6 +39,14 @@ def blocks_of(nbytes: int) -> int:
     return -(-nbytes // BLOCK_NBYTES)
 
 
+def _blocks(memory: memoryview, first_nbytes: int) -> Iterator[memoryview]:
+    """Cut memory into a block of at most `first_nbytes`, and blocks of `BLOCK_NBYTES`."""
+    starts = [0, *range(first_nbytes, memory.nbytes, BLOCK_NBYTES)]
+    for start, stop in pairwise([*starts, memory.nbytes]):
+        if start < stop:
+            yield memory[start:stop]
+
+
 class PartFileWriter:
     """Writes the parts of one file, in any order, each once and whole; then `finish`.
 
@@ -58,15 +67,29 @@ class PartFileWriter:
 
     def write(self, name: str, memory: memoryview) -> None:
         """All bytes of a part, from memory that does not change meanwhile."""
-        span = self._spans[name]
-        if memory.nbytes != span.nbytes:
-            raise ValueError(f"{name} has {span.nbytes} bytes, given were {memory.nbytes}")
-        digests = array("Q")
+        with self.appending(name) as append:
+            append(memory)
+
+    @contextmanager
+    def appending(self, name: str) -> Iterator[Callable[[memoryview], None]]:
+        """A function that takes the next bytes of a part; all of them have been given at the end of the block."""
+        span, digests, position = self._spans[name], array("Q"), 0
+        digest = xxhash.xxh3_64()
         with self._opened() as fd:
-            for start in range(0, span.nbytes, BLOCK_NBYTES):
-                block = memory[start : start + BLOCK_NBYTES]
-                write_all(fd, block, span.offset + start)
-                digests.append(xxhash.xxh3_64_intdigest(block))
+
+            def append(memory: memoryview) -> None:
+                nonlocal position
+                for block in _blocks(memory, BLOCK_NBYTES - position % BLOCK_NBYTES):
+                    write_all(fd, block, span.offset + position)
+                    digest.update(block)
+                    position += block.nbytes
+                    if position % BLOCK_NBYTES == 0 or position == span.nbytes:
+                        digests.append(digest.intdigest())
+                        digest.reset()
+
+            yield append
+        if position != span.nbytes:
+            raise ValueError(f"{name} has {span.nbytes} bytes, given were {position}")
         self._digests[name] = digests
 
     def copy(self, name: str, held: HeldKeys, key: str, offset: int, copier: RangeCopier) -> None:

@@ -16,7 +16,7 @@ from infinity.checkpoint.format import GRADIENT, ParameterEntry, Piece, gradient
 from infinity.checkpoint.part_file import PartFileWriter
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.tensor_file import bytes_of
-from infinity.chunked_sink import ChunkedGradientSink
+from infinity.chunked_sink import PassingGradientSink
 from infinity.gradients import GRAD_DTYPE, GroupGradient
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
@@ -71,10 +71,10 @@ def _write_group(
     runtime: Runtime, writer: PartFileWriter, group: FlatGroup, slots: Sequence[tuple[int, FlatSpan]]
 ) -> None:
     sink = runtime.sink
-    if isinstance(sink, ChunkedGradientSink) and sink.is_chunked(group):
-        for slot, _ in slots:
-            with sink.whole(group, slot) as values:
-                writer.write(group.layout.slots[slot].name, bytes_of(values))
+    if isinstance(sink, PassingGradientSink) and sink.is_chunked(group):
+        for slot, span in slots:
+            with writer.appending(group.layout.slots[slot].name) as append:
+                sink.read_span(group, span, lambda values, append=append: append(bytes_of(values)))  # type: ignore[misc]
         return
     with sink.in_memory(group) as gradient:
         for slot, span in slots:

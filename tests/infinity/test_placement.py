@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Precision, Schedule, StateFormat
-from infinity.demand import Request
+from infinity.demand import SMALLEST_CHUNKED_NUMEL, Request
 from infinity.devices.cpu import CpuDevice
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
@@ -64,20 +64,6 @@ def smallest_host_nbytes(request: Request) -> int:
     plan = make_placement(replace(request, host_budget_nbytes=PLENTY, device_budget_nbytes=PLENTY))
     assert plan.host_minimum_nbytes <= plan.host_whole_nbytes
     return plan.host_minimum_nbytes
-
-
-@pytest.mark.parametrize(("stage", "advice"), [(3, "more than 2 ranks make it"), (1, "stage=3 divides it by 2")])
-def test_ranks_are_told_what_makes_their_shards_smaller(stage: int, advice: str) -> None:
-    """What several ranks share does not pass host memory in chunks; what fits one rank is refused with a way out."""
-    request = request_of(nn.Sequential(nn.Linear(2048, 2048), nn.Linear(64, 64)))
-    smallest = smallest_host_nbytes(request)
-    assert make_placement(replace(request, host_budget_nbytes=smallest)).chunked
-    shared = request_of(nn.Sequential(nn.Linear(2048, 2048), nn.Linear(64, 64)), sharding=Sharding(0, 2, stage))
-    with pytest.raises(PlacementError, match=f"shard of 0/float32 .* whole while it is in use: {advice}"):
-        make_placement(replace(shared, host_budget_nbytes=smallest))
-    with pytest.raises(PlacementError) as alone:
-        make_placement(replace(request, host_budget_nbytes=smallest - 1))
-    assert "Each rank" not in str(alone.value)
 
 
 class Stack(nn.Module):
@@ -349,6 +335,18 @@ def test_the_smallest_budget_does_not_depend_on_the_largest_parameter(
         request = request_of(model, precision, schedule=schedule, staging_nbytes=0)
         found.append(smallest_host_nbytes(request))
     assert found[0] == found[1] < 1_000_000 * 64 * 2 / 100
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_chunk_what_is_too_large_of_their_part(stage: int) -> None:
+    """What counts is what a rank holds: in stage 3 a part of a group, before that all of it."""
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(64, 64))
+    for n_ranks in (2, 128):
+        request = request_of(model, sharding=Sharding(0, n_ranks, stage), staging_nbytes=0)
+        smallest = smallest_host_nbytes(request)
+        is_large = request.groups[0].param_span.numel > SMALLEST_CHUNKED_NUMEL
+        assert is_large == (stage < 3 or n_ranks == 2) == (0 in plan_at(request, smallest).chunked)
+        assert smallest < 2**20 < 4 * 2048 * 2048 // 2
 
 
 # Device -----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +30,10 @@ class Case:
     clip_in_optimizer: bool = False
     no_sync: bool = False
     meta: bool = False  # built without memory, initialised by the engine
+    vocab: int = 29  # makes the embedding and the head large
+    blocks: int = 4
+    frozen: bool = False  # the embedding does not train
+    smallest: bool = False  # with the smallest host budget that works
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,15 +61,38 @@ def make_config(folder: Path, settings: dict[str, Any]) -> infinity.Config:
     return infinity.Config(**(given | settings))
 
 
+def make_net(case: Case) -> nn.Module:
+    model = Net(blocks=case.blocks, vocab=case.vocab)
+    model.embed.requires_grad_(not case.frozen)
+    return model
+
+
+def built_on(rank: int, case: Case) -> nn.Module:
+    """The model as a rank builds it; the first rank's values count."""
+    if not case.meta:
+        return build(partial(make_net, case), seed=rank)
+    with infinity.empty_init():
+        model = make_net(case)
+    torch.manual_seed(rank)
+    return model
+
+
+def smallest_host(folder: Path, case: Case, size: int, **offload: Any) -> int:
+    """The smallest `host.budget` of all ranks on this machine, as the refusal of a far too small one names it."""
+    with pytest.raises(infinity.PlacementError) as refusal:
+        infinity.offload(built_on(0, case), make_config(folder, case.settings | {"host": {"budget": 1}}), **offload)
+    found = re.search(r"smallest host budget that works \((\d+) bytes\)", str(refusal.value))
+    assert found
+    return int(found[1]) * size
+
+
 def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) -> Outcome:
     """The share of one rank of the run."""
-    if case.meta:
-        with infinity.empty_init():
-            model: nn.Module = Net()
-        torch.manual_seed(rank)  # the first rank's values count
-    else:
-        model = build(Net, seed=rank)
-    with infinity.offload(model, make_config(folder, case.settings), **offload) as engine:
+    settings = case.settings
+    if case.smallest:
+        settings = settings | {"host": {"budget": smallest_host(folder, case, size, **offload)}}
+    model = built_on(rank, case)
+    with infinity.offload(model, make_config(folder, settings), **offload) as engine:
         clip = case.max_norm if case.clip_in_optimizer else None
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=clip)
         outcome = Outcome([], [], {})
@@ -90,6 +120,9 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         outcome.metrics["numel"] = sum(group.layout.numel for group in engine._runtime.groups)
         outcome.metrics["units"] = sum(not unit.resident for unit in engine._runtime.units)
         outcome.metrics["swapped states"] = len(engine._runtime.states) - len(engine.plan.placement.pinned_states)
+        outcome.metrics["chunked"] = len(engine.plan.placement.chunked)
+        outcome.metrics["host budget"] = engine.plan.placement.host_budget_nbytes
+        outcome.metrics["largest shard"] = max(group.shard_nbytes for group in engine._runtime.groups)
         outcome.metrics["pinned"] = engine.plan.placement.state_pinned_nbytes
         outcome.parameters = gathered_parameters(model)
     return outcome
@@ -99,10 +132,11 @@ def train_whole(case: Case) -> Outcome:
     """The run in plain PyTorch, on whole batches, in one process."""
     if case.meta:
         torch.manual_seed(0)
-        model: nn.Module = Net()
+        model = make_net(case)
     else:
-        model = build(Net, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+        model = build(partial(make_net, case), seed=0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
     outcome = Outcome([], [], {})
     for step in range(STEPS):
         for ids in _micro_batches(case, step):
@@ -110,15 +144,23 @@ def train_whole(case: Case) -> Outcome:
             loss.backward()  # type: ignore[no-untyped-call]
             outcome.losses.append(loss.item())
         if case.max_norm is not None:
-            outcome.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm).item())
+            outcome.norms.append(_exact_norm(trained))
+            torch.nn.utils.clip_grad_norm_(trained, case.max_norm)
         optimizer.step()
         optimizer.zero_grad()
     outcome.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return outcome
 
 
+def _exact_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """Of the gradients, in fp64: torch loses digits of large ones, whose squares it adds in fp32."""
+    squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
+    return torch.stack(squares).sum().sqrt().item()
+
+
 def _micro_batches(case: Case, step: int) -> list[Tensor]:
-    return [batch(step * case.accumulate + number, shape=(ROWS, 11)) for number in range(case.accumulate)]
+    numbers = range(step * case.accumulate, (step + 1) * case.accumulate)
+    return [batch(number, vocab=case.vocab, shape=(ROWS, 11)) for number in numbers]
 
 
 def assert_as_whole(whole: Outcome, shares: Sequence[Outcome], tolerance: float = 1e-6) -> None:
