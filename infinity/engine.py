@@ -314,6 +314,7 @@ class Engine(StatefulEngine):
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close()` has been called: parameters and optimizer state are gone."""
         return self._runtime.is_closed
 
     def close(self) -> None:

@@ -296,6 +296,7 @@ class Unit:
         return self.groups[0].flat.device
 
     def trainable(self) -> Iterator[FlatGroup]:
+        """Its groups that get gradients."""
         return (group for group in self.groups if group.trainable)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Unit:

@@ -32,6 +32,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
+        """The element of the flat buffer behind its last one."""
         return self.offset + self.numel
 
 
@@ -67,14 +68,17 @@ class Chunk:
 
     @property
     def numel(self) -> int:
+        """Elements, padding included."""
         return self.stop - self.start
 
     @property
     def payload_numel(self) -> int:
+        """Elements of parameters, without padding."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def span(self) -> FlatSpan:
+        """Where it lies in the flat buffer."""
         return FlatSpan(self.start, self.stop)
 
 
@@ -132,10 +136,12 @@ class FlatLayout:
 
     @property
     def payload_numel(self) -> int:
+        """Elements of all parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def whole(self) -> FlatSpan:
+        """The span of the whole buffer."""
         return FlatSpan(0, self.numel)
 
     def pieces_in(self, span: FlatSpan) -> tuple[ChunkPiece, ...]:

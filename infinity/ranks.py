@@ -43,14 +43,17 @@ class Ranks:
 
     @property
     def size(self) -> int:
+        """Members of the engine, over all rows."""
         return len(self.grid) * self.shards
 
     @property
     def shards(self) -> int:
+        """Ranks of a row, each of which holds a part of everything."""
         return len(self.grid[0])
 
     @property
     def replicas(self) -> int:
+        """Rows, each of which holds everything once."""
         return len(self.grid)
 
     @property

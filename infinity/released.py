@@ -59,6 +59,7 @@ class ParameterRef:
 
     @property
     def name(self) -> str:
+        """As the model names it."""
         return self.group.layout.slots[self.slot].name
 
 

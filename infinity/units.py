@@ -53,14 +53,17 @@ class Owned:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the parameter, as the model has it."""
         return self.parameter.dtype if self.kept is None else self.kept.dtype
 
     @property
     def trainable(self) -> bool:
+        """Whether it gets gradients."""
         return self.parameter.requires_grad if self.kept is None else self.kept.trainable
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the parameter in the model's dtype."""
         return self.parameter.numel() * self.dtype.itemsize
 
 

@@ -59,6 +59,7 @@ class Updates:
 
     @property
     def optimizer(self) -> OptimizerView | None:
+        """The user's optimizer; None before there is one."""
         return self._optimizer
 
     @property
@@ -68,10 +69,12 @@ class Updates:
 
     @property
     def is_overlapped(self) -> bool:
+        """Whether groups are updated during backward."""
         return self._runtime.placement.schedule is Schedule.OVERLAPPED
 
     @property
     def is_deferred(self) -> bool:
+        """Whether groups are updated in the next forward."""
         return self._runtime.placement.schedule is Schedule.DEFERRED
 
     def attach(self, optimizer: OptimizerView) -> None:

@@ -62,6 +62,7 @@ class TierBudget:
 
     @property
     def free_nbytes(self) -> int:
+        """Bytes that are not reserved."""
         return self.limit_nbytes - self.used_nbytes
 
     def holders(self) -> dict[str, int]:

@@ -58,6 +58,7 @@ class Trial:
 
     @property
     def in_flight_nbytes(self) -> int:
+        """Bytes of the blocks that are in flight at a time."""
         return self.block_nbytes * self.threads
 
     @property

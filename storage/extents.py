@@ -42,10 +42,12 @@ class ExtentAllocator:
 
     @property
     def free_nbytes(self) -> int:
+        """Bytes that are free, in however many parts."""
         return sum(nbytes for _, nbytes in self._free)
 
     @property
     def largest_free_nbytes(self) -> int:
+        """Bytes of the largest free part."""
         return max((nbytes for _, nbytes in self._free), default=0)
 
     @property

@@ -69,6 +69,7 @@ class DriveHealth:
         self._now_s = now_s
 
     def state(self, drive: int) -> DriveState:
+        """What a drive is good for now."""
         return self._drives[drive].state
 
     def cause(self, drive: int) -> str:
@@ -82,6 +83,7 @@ class DriveHealth:
 
     @property
     def is_any_full(self) -> bool:
+        """Whether one of the drives has no room and is left alone."""
         return any(one.state is DriveState.FULL for one in self._drives)
 
     def takes_writes(self, drive: int) -> bool:

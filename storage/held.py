@@ -90,6 +90,7 @@ class HeldKeys(Closing):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all these keys."""
         return sum(key.nbytes for key in self.keys.values())
 
     def share_with(self, folder: Path) -> None:

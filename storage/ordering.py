@@ -37,6 +37,7 @@ class Operation:
 
     @property
     def stop(self) -> int:
+        """The byte of the key behind the last one that is moved."""
         return self.start + len(self.memory)
 
     def part(self, start: int, stop: int) -> memoryview:

@@ -146,10 +146,12 @@ class ShardStore:
             del self._keys[key]
 
     def keys(self) -> list[str]:
+        """All keys, in the order in which they were made."""
         with self._lock:
             return list(self._keys)
 
     def nbytes_of(self, key: str) -> int:
+        """Bytes of a key; KeyError if there is none of that name."""
         with self._lock:
             return self._entry(key).nbytes
 

@@ -17,6 +17,7 @@ class Piece:
 
     @property
     def stop(self) -> int:
+        """The byte of the key behind its last one."""
         return self.start + self.extent.nbytes
 
 

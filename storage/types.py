@@ -42,6 +42,7 @@ class Extent:
 
     @property
     def end(self) -> int:
+        """The byte of the file behind its last one."""
         return self.offset + self.nbytes
 
 

@@ -46,6 +46,7 @@ class FioSetup:
 
     @property
     def name(self) -> str:
+        """As reports name it: the ioengine, and whether its buffers lie in huge pages."""
         return f"{self.engine}, huge pages" if self.huge_pages else self.engine
 
 
@@ -73,10 +74,12 @@ class FioRun:
 
     @property
     def bytes_per_s(self) -> float:
+        """Bytes of both directions in a second."""
         return self.read_bytes_per_s + self.write_bytes_per_s
 
     @property
     def cpu_s_per_gb(self) -> float:
+        """Seconds of CPU time for 10^9 bytes."""
         return self.cpu_s / (self.moved_nbytes / 1e9)
 
 
@@ -102,10 +105,12 @@ class Comparison:
 
     @property
     def our_bytes_per_s(self) -> Spread:
+        """Of all runs of infinity, in bytes/s."""
         return spread([run.bytes_per_s for run in self.ours])
 
     @property
     def fio_bytes_per_s(self) -> Spread:
+        """Of all runs of fio, in bytes/s."""
         return spread([run.bytes_per_s for run in self.fio])
 
     @property
@@ -120,10 +125,12 @@ class Comparison:
 
     @property
     def our_cpu_s_per_gb(self) -> Spread:
+        """Of all runs of infinity, in seconds of CPU time for 10^9 bytes."""
         return spread([run.cpu_s_per_gb for run in self.ours])
 
     @property
     def fio_cpu_s_per_gb(self) -> Spread:
+        """Of all runs of fio, in seconds of CPU time for 10^9 bytes."""
         return spread([run.cpu_s_per_gb for run in self.fio])
 
     @property

@@ -55,10 +55,12 @@ class Workload:
 
     @property
     def has_reads(self) -> bool:
+        """Whether it reads at all."""
         return self.read_percent > 0
 
     @property
     def has_writes(self) -> bool:
+        """Whether it writes at all."""
         return self.read_percent < 100
 
 

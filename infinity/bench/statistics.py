@@ -20,14 +20,17 @@ class Spread:
 
     @property
     def median(self) -> float:
+        """The middle value, in the unit of the values."""
         return float(median(self.values))
 
     @property
     def lowest(self) -> float:
+        """The smallest value."""
         return min(self.values)
 
     @property
     def highest(self) -> float:
+        """The largest value."""
         return max(self.values)
 
     @property

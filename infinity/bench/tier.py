@@ -47,6 +47,7 @@ class CpuTime:
 
     @property
     def total_s(self) -> float:
+        """Seconds of CPU time, in user and in system mode."""
         return self.user_s + self.system_s
 
 
@@ -69,10 +70,12 @@ class Measurement:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of both directions."""
         return sum(self.moved_nbytes.values())
 
     @property
     def bytes_per_s(self) -> float:
+        """Bytes of both directions in a second."""
         return self.nbytes / self.elapsed_s
 
     def rate(self, op: Op) -> float:
@@ -96,10 +99,12 @@ class Series:
 
     @property
     def bytes_per_s(self) -> Spread:
+        """Of all its runs, in bytes/s."""
         return spread([run.bytes_per_s for run in self.runs])
 
     @property
     def cpu_s_per_gb(self) -> Spread:
+        """Of all its runs, in seconds of CPU time for 10^9 bytes."""
         return spread([run.cpu_s_per_gb for run in self.runs])
 
     @property

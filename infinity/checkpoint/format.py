@@ -69,6 +69,7 @@ class Piece:
 
     @property
     def stop(self) -> int:
+        """The element of the parameter behind the last one of the piece."""
         return self.start + self.numel
 
 
@@ -136,6 +137,7 @@ class Index:
     aliases: dict[str, str] = field(default_factory=dict)
 
     def to_text(self) -> str:
+        """The JSON that `checkpoint.json` holds."""
         content = {"kind": _KIND, "version": VERSION, **asdict(self)}
         content = json.loads(json.dumps(content))  # as it will be read: tuples are lists
         return json.dumps({**content, "checksum": _checksum_of(content)}, indent=None, separators=(",", ":"))

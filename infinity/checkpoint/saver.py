@@ -143,6 +143,7 @@ class CapturedSave:
 
     @property
     def state(self) -> SaveState:
+        """What has become of it so far."""
         return self._state
 
     @property

@@ -57,6 +57,7 @@ class TensorSpan:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -37,10 +37,12 @@ class Verification:
 
     @property
     def problems(self) -> list[str]:
+        """What is wrong: of the files that are not as they were written, and of the checkpoint as a whole."""
         return [check.problem for check in self.files if check.problem] + ([self.problem] if self.problem else [])
 
     @property
     def is_good(self) -> bool:
+        """Whether every file is as it was written."""
         return not self.problems
 
 

@@ -56,6 +56,7 @@ class NewParameter:
 
     @property
     def numel(self) -> int:
+        """Elements of the parameter."""
         return math.prod(self.shape)
 
 

@@ -34,6 +34,7 @@ class StepRecord:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of the step by its seconds, over all ranks."""
         return self.tokens / self.seconds
 
     def rate(self, name: str) -> float:

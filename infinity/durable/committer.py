@@ -74,6 +74,7 @@ class Committer:
 
     @property
     def state(self) -> CommitState:
+        """What it is doing now."""
         return self._state
 
     def begin(

@@ -73,10 +73,12 @@ class JsonLines:
                 self._file = path.open("w", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
+        """Append the row of a step."""
         self._file.write(json_text({"step": step, **values}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         self._file.close()
 
 
@@ -103,6 +105,7 @@ class Csv:
             self._file = self._written(rows)
 
     def write(self, step: int, values: Values) -> None:
+        """Append the row of a step; the file is written anew when it has values of new names."""
         row: dict[str, float] = {"step": step, **values}
         new = [name for name in row if name not in self._columns]
         if new:
@@ -111,6 +114,7 @@ class Csv:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file. Idempotent."""
         self._file.close()
 
     def _widen(self, new: Sequence[str]) -> None:
@@ -150,11 +154,12 @@ class TensorBoard:
         self._writer = writer
 
     def write(self, step: int, values: Values) -> None:
+        """Log every value of a step under its name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        pass
+        """Nothing: whoever made it closes it."""
 
 
 class WandbRun(Protocol):
@@ -171,10 +176,11 @@ class Wandb:
         self._run = run
 
     def write(self, step: int, values: Values) -> None:
+        """Log the values of a step in one call."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        pass
+        """Nothing: whoever made it closes it."""
 
 
 class Rates:

@@ -87,13 +87,14 @@ class PrometheusFile:
         self._registry, self._collector = _registry(labels or {})
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Replace the file by the values of a step, in one move."""
         from prometheus_client import write_to_textfile
 
         self._collector.row = {"step": step, **values}
         write_to_textfile(str(self._path), self._registry)
 
     def close(self) -> None:
-        pass
+        """Nothing: the file stays, and is closed already."""
 
 
 class PrometheusServer:
@@ -118,9 +119,11 @@ class PrometheusServer:
         self.port: int = self._server.server_port
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the values of a step from now on."""
         self._collector.row = {"step": step, **values}
 
     def close(self) -> None:
+        """Serve no more, and give the port back. Idempotent."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._server.server_close()

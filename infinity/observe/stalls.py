@@ -188,4 +188,5 @@ class StallClock:
 
     @property
     def total_s(self) -> float:
+        """Seconds of all waits so far."""
         return sum(self.seconds.values())

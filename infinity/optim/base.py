@@ -75,6 +75,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
 
     @property
     def max_grad_norm(self) -> float | None:
+        """The total norm that `step()` clips gradients to; None where it does not clip."""
         return self._max_grad_norm
 
     @property
@@ -336,11 +337,11 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
             self._tier.close()
 
 
-def refuse_outside(settings: Mapping[str, Any], *checks: tuple[str, bool, str]) -> None:
-    """Raise ConfigError for the first check (name of the setting, whether it is right, what is allowed) that fails."""
-    for name, is_right, allowed in checks:
-        if not is_right:
-            raise ConfigError(f"{name} is {settings.get(name)}; it must be {allowed}")
+def refuse_negative(settings: Mapping[str, Any], *names: str) -> None:
+    """Raise ConfigError for the first of these settings that is less than 0, or no number."""
+    for name in names:
+        if not settings[name] >= 0:
+            raise ConfigError(f"{name} is {settings[name]}; it must be at least 0")
 
 
 def refuse_betas(settings: Mapping[str, Any]) -> None:

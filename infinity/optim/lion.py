@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinity.config import Config, OptimizerKind
-from infinity.optim.base import OffloadedOptimizer, Params, refuse_betas, refuse_outside
+from infinity.optim.base import OffloadedOptimizer, Params, refuse_betas, refuse_negative
 from infinity.optim.hyper import LionHyper
 
 
@@ -44,11 +44,8 @@ class Lion(OffloadedOptimizer):
         super().__init__(params, settings, max_grad_norm, config)
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        refuse_outside(
-            settings,
-            ("lr", settings["lr"] >= 0, "at least 0"),
-            ("weight_decay", settings["weight_decay"] >= 0, "at least 0"),
-        )
+        """Refuse values outside of their ranges."""
+        refuse_negative(settings, "lr", "weight_decay")
         refuse_betas(settings)
 
     def hyper_from(self, settings: Mapping[str, Any]) -> LionHyper:

@@ -146,6 +146,7 @@ class GradScaler:
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
+        """Whether it scales at all."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from infinity.config import Config, OptimizerKind
 from infinity.errors import ConfigError
-from infinity.optim.base import OffloadedOptimizer, Params, refuse_outside
+from infinity.optim.base import OffloadedOptimizer, Params, refuse_negative
 from infinity.optim.hyper import SgdHyper
 
 
@@ -60,12 +60,8 @@ class SGD(OffloadedOptimizer):
         return OptimizerKind.SGD_MOMENTUM if self._has_momentum else OptimizerKind.SGD
 
     def check_settings(self, settings: Mapping[str, Any]) -> None:
-        refuse_outside(
-            settings,
-            ("lr", settings["lr"] >= 0, "at least 0"),
-            ("momentum", settings["momentum"] >= 0, "at least 0"),
-            ("weight_decay", settings["weight_decay"] >= 0, "at least 0"),
-        )
+        """Refuse values outside of their ranges."""
+        refuse_negative(settings, "lr", "momentum", "weight_decay")
         if settings["nesterov"] and (settings["momentum"] <= 0 or settings["dampening"] != 0):
             raise ConfigError(
                 f"nesterov needs a momentum and no dampening, got momentum={settings['momentum']} and "

@@ -136,6 +136,7 @@ class Hardware:
 
     @property
     def ranks(self) -> int:
+        """GPUs of all nodes, one rank each."""
         return self.gpus * self.nodes
 
     @property

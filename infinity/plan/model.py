@@ -65,10 +65,12 @@ class ModelPlan:
 
     @property
     def parameters(self) -> int:
+        """Elements of all parameters."""
         return sum(entry.parameter.numel() for spec in self.specs for entry in spec.own)
 
     @property
     def trainable_parameters(self) -> int:
+        """Elements of the parameters that get gradients."""
         owned = (entry for spec in self.specs for entry in spec.own)
         return sum(entry.parameter.numel() for entry in owned if entry.parameter.requires_grad)
 

@@ -54,6 +54,7 @@ class Calibration:
     kernel_loss: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
+        """What `infinity train --json` says of it; seconds and bytes/s."""
         return asdict(self)
 
     @classmethod
@@ -79,6 +80,7 @@ class Prediction:
     calibration: Calibration
 
     def to_json(self) -> dict[str, Any]:
+        """What `infinity train --json` says of it; seconds and bytes."""
         return {
             "step_seconds": self.step_s,
             "measured_seconds": self.measured_s,

@@ -110,6 +110,7 @@ class StepPlan:
 
     @property
     def bound_s(self) -> float:
+        """Least seconds of a step: what its slowest resource needs alone."""
         return max(self.bounds_s.values())
 
 

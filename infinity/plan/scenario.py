@@ -80,6 +80,7 @@ class Scenario:
 
     @property
     def is_overlapped(self) -> bool:
+        """Whether units are updated during backward."""
         return self.placement.schedule is Schedule.OVERLAPPED
 
     @property

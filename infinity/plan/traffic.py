@@ -51,10 +51,12 @@ class StepTraffic:
 
     @property
     def read_nbytes(self) -> int:
+        """Bytes read in a step, without padding."""
         return self.param.read_nbytes + self.state.read_nbytes + self.grad.read_nbytes
 
     @property
     def write_nbytes(self) -> int:
+        """Bytes written in a step, without padding."""
         return self.param.write_nbytes + self.state.write_nbytes + self.grad.write_nbytes
 
 

@@ -45,6 +45,7 @@ class RunRecord:
 
     @property
     def state(self) -> RunState:
+        """Whether the run has finished, has failed, or was still going on."""
         return RunState(self.run.get("state", RunState.FINISHED))
 
     @classmethod

@@ -43,9 +43,11 @@ class RealClock:
     """The time of the machine, the same that asyncio loops use."""
 
     def now_s(self) -> float:
+        """`time.monotonic`, in seconds."""
         return time.monotonic()
 
     def sleep(self, duration_s: float) -> None:
+        """Block this thread for so many seconds."""
         if duration_s > 0:
             time.sleep(duration_s)
 
@@ -58,6 +60,7 @@ class VirtualClock:
         self._lock = threading.Lock()
 
     def now_s(self) -> float:
+        """Seconds of virtual time."""
         return self._now_s
 
     def sleep(self, duration_s: float) -> None:

@@ -29,6 +29,7 @@ class Adapter:
 
     @property
     def is_lora(self) -> bool:
+        """Whether PEFT's `peft_type` of it is LORA."""
         return str(self.settings.get("peft_type", "")).upper().endswith("LORA")
 
     def scaling(self, module: str, rank: int) -> float:

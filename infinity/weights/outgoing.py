@@ -34,10 +34,12 @@ class Outgoing:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
         return self.numel * self.dtype.itemsize
 
 

@@ -44,6 +44,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
+        """Elements of the tensor."""
         return torch.Size(self.shape).numel()
 
 

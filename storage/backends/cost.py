@@ -24,6 +24,7 @@ class IoCost:
 
     @property
     def python_s_per_operation(self) -> float:
+        """Seconds of Python's threads for one block; 0 before the first."""
         return self.python_s / self.operations if self.operations else 0.0
 
     def __sub__(self, before: IoCost) -> IoCost:
