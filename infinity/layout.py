@@ -54,6 +54,7 @@ class FlatSpan:
 
     @property
     def numel(self) -> int:
+        """Elements, padding included."""
         return self.stop - self.start
 
 
