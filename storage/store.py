@@ -46,6 +46,8 @@ class ShardStore:
         self._is_closed = False
         self._lock = threading.Lock()
         self.stats = IoStats()
+        self.entered_nbytes: dict[str, int] = {}
+        """Bytes written to each device that are in its ledger; kept by those who enter them, on one thread."""
         self._operations = Operations(space, self._lock, self.stats)
 
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.json_text import json_text
+from infinity.replacing import replaced_file
 
 
 def check_files(**files: Path | None) -> None:
@@ -48,7 +49,8 @@ def write_text(option: str, path: Path, text: str) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        with replaced_file(path) as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from error
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from infinity.engine import Engine
 from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.exporters import JsonLines
+from infinity.observe.tolerant import TolerantSink
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.plan.observed import Prediction, RunObserver
@@ -121,17 +123,18 @@ class _Session:
         return run.begun
 
     @contextmanager
-    def metrics_file(self) -> Iterator[JsonLines | None]:
+    def metrics_file(self) -> Iterator[TolerantSink | None]:
         """What `--metrics` names; of a run that goes on it keeps the rows of earlier steps. A record begins anew."""
         options = self._settings.options
         if options.metrics is None:
             yield None
             return
         first_step = self._run.first_step if options.record is None else 0
-        with closing(JsonLines(options.metrics, first_step=first_step)) as file:
-            yield file
+        file = JsonLines(options.metrics, first_step=first_step)
+        with closing(TolerantSink(file, f"--metrics {options.metrics}")) as sink:
+            yield sink
 
-    def train(self, text: Text, metrics: JsonLines | None) -> None:
+    def train(self, text: Text, metrics: TolerantSink | None) -> None:
         """All steps, or those until the wear budget is spent."""
         training, run = self._settings.training, self._run
         batches = batches_of(training, text)
@@ -199,10 +202,17 @@ class _Session:
         if options.scheduler_trace is not None:
             run.scheduler = self._scheduler_trace(run.measured)
         if options.trace is not None:
-            engine.trace.write_chrome(options.trace)
+            self._write_trace(options.trace)
         if options.baseline:
             run.hashes = hash_parameters(self._model, gathered)
         return run
+
+    def _write_trace(self, path: Path) -> None:
+        """What has been trained is worth more than how."""
+        try:
+            self._engine.trace.write_chrome(path)
+        except OSError as error:
+            self.display.say(f"no trace in {path}: {error.strerror or error}")
 
     def _scheduler_trace(self, measured: Measured) -> SchedulerTrace | None:
         if len(self._run.records) < LEAST_STEPS:  # a run that was stopped

@@ -40,7 +40,10 @@ class Recording:
             ConfigError: it cannot be written.
         """
         if self._folder is not None:
-            (self._folder / TRACE_FILE).unlink(missing_ok=True)
+            try:
+                (self._folder / TRACE_FILE).unlink(missing_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--record {self._folder}: cannot be written: {error.strerror or error}") from error
             self._begun = {**begun, "state": RunState.RUNNING.value}
             write_json(self._folder / RUN_FILE, self._begun)
 

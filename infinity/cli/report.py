@@ -110,7 +110,7 @@ def make_report(
         "io_engine": measured.io_engine,
         "drives": [drive_facts(drive) for drive in measured.drives],
         "prediction": {"step_seconds": None} if prediction is None else prediction.to_json(),
-        "wear": [asdict(one) | {"text": one.describe()} for one in wear],
+        "wear": [one.to_json() for one in wear],
         "baseline": None,
     }
 

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from infinity.replacing import replaced_file
 from storage.paths import StrPath
 
 if TYPE_CHECKING:
@@ -47,8 +48,12 @@ _SHOWN = {"h2d": "upload", "d2h": "download", "optimizer": "update", "forward": 
 
 
 def write_chrome(events: Sequence[TraceEvent], path: StrPath) -> None:
-    """Write a file for chrome://tracing or https://ui.perfetto.dev, row by row: all of them would be megabytes."""
-    with open(path, "w", encoding="utf-8") as file:
+    """Write a file for chrome://tracing or https://ui.perfetto.dev, row by row: all of them would be megabytes.
+
+    Raises:
+        OSError: it cannot be written; a file that was there before is as it was.
+    """
+    with replaced_file(path) as file:
         file.write('{"traceEvents": [')
         for number, row in enumerate(chrome_rows(events)):
             file.write((",\n" if number else "\n") + json.dumps(row))

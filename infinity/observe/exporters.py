@@ -15,7 +15,6 @@ import csv
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,8 @@ from typing import IO, Protocol
 
 from infinity.errors import ConfigError
 from infinity.json_text import json_text
+from infinity.observe.tolerant import TolerantSink
+from infinity.replacing import replaced_file
 from storage.closing import Closing
 from storage.paths import StrPath
 
@@ -205,6 +206,9 @@ class Rates:
 class MetricsLog(Closing):
     """Writes a row to every sink after each step, or after every few.
 
+    A sink that the system refuses a row (a full disk, a folder that is gone) is told in a warning and gets no more:
+    training goes on.
+
     Args:
         engine: whose counters are logged.
         sinks: sinks, or files: `.jsonl`, `.csv`, or `.prom` for Prometheus' node exporter.
@@ -222,10 +226,14 @@ class MetricsLog(Closing):
             raise ConfigError(f"every={every}: rows are written after a number of steps, 1 or more")
         self._every = every
         self._step = first_step
-        self._sinks: list[Sink] = []
+        self._sinks: list[TolerantSink] = []
         try:
             for sink in sinks:
-                self._sinks.append(_sink_of(Path(sink), first_step) if isinstance(sink, str | os.PathLike) else sink)
+                if isinstance(sink, str | os.PathLike):
+                    path = Path(sink)
+                    self._sinks.append(TolerantSink(_sink_of(path, first_step), f"the log {path}"))
+                else:
+                    self._sinks.append(TolerantSink(sink, f"the log of {type(sink).__name__}"))
         except BaseException:
             self.close()
             raise
@@ -282,18 +290,9 @@ def _step_of(line: str) -> float:
 
 
 def _replaced(path: Path, write: Callable[[IO[str]], object]) -> IO[str]:
-    """The file with new contents, written beside it until they are complete; open for what follows."""
-    path = path.resolve()  # what a link names is replaced, not the link
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        with beside.open("w", newline="", encoding="utf-8") as file:
-            write(file)
-        if path.exists():
-            shutil.copymode(path, beside)
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    """The file with new contents, open for what follows."""
+    with replaced_file(path, newline="") as file:
+        write(file)
     return path.open("a", newline="", encoding="utf-8")
 
 

@@ -93,5 +93,9 @@ class Trace:
         return len(self._events) * _EVENT_NBYTES
 
     def write_chrome(self, path: StrPath) -> None:
-        """Write the events in Chrome's trace format (chrome://tracing, Perfetto)."""
+        """Write the events in Chrome's trace format (chrome://tracing, Perfetto).
+
+        Raises:
+            OSError: the file cannot be written; one that was there before is as it was.
+        """
         write_chrome(self.events(), path)

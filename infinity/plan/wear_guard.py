@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from infinity.config import WearAction, WearBudget
 from infinity.plan.drive_counters import DriveCount, count_written
@@ -52,6 +53,10 @@ class WearReport:
         """Whether the drive counted at least what the run wrote, up to its counter's unit."""
         return self.drive_nbytes is None or self.drive_nbytes >= self.written_nbytes - _COUNTER_UNIT_NBYTES
 
+    def to_json(self) -> dict[str, Any]:
+        """What a record of the run keeps."""
+        return asdict(self) | {"text": self.describe()}
+
     def describe(self) -> str:
         """One line."""
         own = f"{format_nbytes(self.written_nbytes)} written by the steps"
@@ -70,6 +75,8 @@ class WearGuard:
         written: bytes that this run has written so far, by device.
         budget: of each drive; None: only count.
         drives: what each device counts by itself, now.
+        entered: what of `written` is in the ledger already, by device; kept up to date. Guards of the same store share
+            it, so that nothing is counted twice.
         now_s, day: the time, in seconds from any moment, and the day in UTC.
     """
 
@@ -81,6 +88,7 @@ class WearGuard:
         action: WearAction,
         *,
         drives: Callable[[], Mapping[str, DriveCount]] = dict,
+        entered: dict[str, int] | None = None,
         now_s: Callable[[], float] = time.monotonic,
         day: Callable[[], str] = today,
     ) -> None:
@@ -92,7 +100,7 @@ class WearGuard:
         self._day = day
         self._drives = drives
         self._drives_before = drives()
-        self._noted: dict[str, int] = {}  # nothing yet: what initialisation wrote is the first to be entered
+        self._noted = {} if entered is None else entered  # at first nothing: what initialisation wrote is entered too
         self._started = dict(written())
         self._started_s = self._flushed_s = now_s()
         self._told: set[tuple[str, str]] = set()
@@ -113,7 +121,8 @@ class WearGuard:
         def drives() -> dict[str, DriveCount]:
             return {device: count_written(Path(directory)) for directory, device in devices.items()}
 
-        return cls(WearLedger(), written, budget, action, drives=drives)
+        entered = None if store is None else store.entered_nbytes
+        return cls(WearLedger(), written, budget, action, drives=drives, entered=entered)
 
     def report(self) -> list[WearReport]:
         """What each device took in since the guard was made, by the run's own count and by the drive's."""

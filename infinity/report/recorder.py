@@ -13,25 +13,33 @@ The optimizer is one of infinity's: over an offloaded model, or over parameters 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from infinity.bench.machine import describe_machine
 from infinity.bridge.tier import StateTier
+from infinity.config import WearAction
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.json_text import json_text
 from infinity.observe.counters import by_prefix, drive_facts
+from infinity.observe.exporters import JsonLines
 from infinity.observe.shortages import report_of
+from infinity.observe.tolerant import TolerantSink
 from infinity.optim.base import OffloadedOptimizer
+from infinity.plan.wear_guard import WearGuard
+from infinity.replacing import replaced_file
 from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunState
 from storage.closing import Closing
 from storage.paths import StrPath
+
+_log = logging.getLogger(__name__)
 
 
 class RunRecorder(Closing):
@@ -39,6 +47,9 @@ class RunRecorder(Closing):
 
     Close it before the engine or the optimizer; a block that fails is recorded as such. Of several ranks the first one
     writes.
+
+    What the run writes to its drives goes into their ledger, also beside a `WearWatch`, and into the record. Training
+    outlives its record: where the disk is full, or the folder is gone, the record ends with a warning.
 
     Args:
         optimizer: whose run it is.
@@ -60,11 +71,13 @@ class RunRecorder(Closing):
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._counters: Mapping[str, float] = source.counters()
-        self._file: IO[str] | None = None
+        self._rows: TolerantSink | None = None
         self._error: BaseException | None = None
+        self._is_closed = False
+        store = source._runtime.store if isinstance(source, Engine) else source.store
+        self._wear = WearGuard.of_store(store, None, WearAction.WARN)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
-            self._file = self._opened()
-            self._write(RunState.RUNNING, {"counters_at_start": self._counters})
+            self._rows = self._begin()
         self._began_s = time.perf_counter()
 
     def step(self, *, loss: float) -> None:
@@ -73,15 +86,10 @@ class RunRecorder(Closing):
         self._losses.append(loss)
         self._seconds.append(now_s - self._began_s)
         self._began_s, self._counters = now_s, self._source.counters()
-        if self._file is not None:
-            row = {
-                "step": self._first_step + len(self._losses) - 1,
-                "loss": loss,
-                "step_seconds": self._seconds[-1],
-                "counters": self._counters,
-            }
-            self._file.write(json_text(row) + "\n")
-            self._file.flush()
+        self._wear.step_ended()
+        if self._rows is not None:
+            row: dict[str, Any] = {"loss": loss, "step_seconds": self._seconds[-1], "counters": self._counters}
+            self._rows.write(self._first_step + len(self._losses) - 1, row)
 
     def close(self) -> None:
         """Write what is left to write. Idempotent.
@@ -89,21 +97,30 @@ class RunRecorder(Closing):
         Raises:
             InfinityError: the engine or the optimizer is closed already.
         """
-        file, self._file = self._file, None
-        if file is None:
+        if self._is_closed:
             return
-        file.close()
+        self._is_closed = True
+        if self._error is None:
+            self._source.metrics()  # waits for the last writes, which count too
+        wear = self._wear.report()
+        if self._rows is None:
+            return
+        self._rows.close()
         measured: dict[str, Any] = {
             "losses": self._losses,
             "step_seconds": self._seconds,
             "stalls": by_prefix(self._counters, "stall/", "_s"),
+            "wear": [one.to_json() for one in wear],
         }
-        if self._error is None:
-            self._write(RunState.FINISHED, measured)
-        else:
+        state = RunState.FINISHED
+        if self._error is not None:
             told = {"message": f"{type(self._error).__name__}: {self._error}", "report": report_of(self._error)}
-            self._write(RunState.FAILED, measured | {"error": told})
-        self._source.trace.write_chrome(self._folder / TRACE_FILE)
+            measured, state = measured | {"error": told}, RunState.FAILED
+        try:
+            self._write(state, measured)
+            self._source.trace.write_chrome(self._folder / TRACE_FILE)
+        except OSError as error:
+            _log.warning("the record of the run in %s is not complete: %s", self._folder, error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -113,17 +130,19 @@ class RunRecorder(Closing):
 
     # Parts -----------------------------------------------------------------------------------------------------
 
-    def _opened(self) -> IO[str]:
+    def _begin(self) -> TolerantSink:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            return (self._folder / METRICS_FILE).open("w", encoding="utf-8")
+            (self._folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run
+            self._write(RunState.RUNNING, {"counters_at_start": self._counters})
         except OSError as error:
             raise ConfigError(f"{self._folder}: cannot be written: {error.strerror or error}") from error
+        return TolerantSink(JsonLines(self._folder / METRICS_FILE), f"the record of the run in {self._folder}")
 
     def _write(self, state: RunState, more: Mapping[str, Any]) -> None:
         run = self._described() | {"environment": describe_machine(), "first_step": self._first_step, **more}
-        text = json_text(run | {"state": state.value}, indent=1)
-        (self._folder / RUN_FILE).write_text(text, encoding="utf-8")
+        with replaced_file(self._folder / RUN_FILE) as file:
+            file.write(json_text(run | {"state": state.value}, indent=1))
 
     def _described(self) -> dict[str, Any]:
         """The parts of a run that are the same from its beginning to its end, and what it moved."""

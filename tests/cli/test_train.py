@@ -220,3 +220,12 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert code == 2
     assert "nvme.io_log" in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_training_outlives_its_logs(tmp_path: Path) -> None:
+    arguments = ("--preset", "tiny", "--steps", "1", "--nvme", tmp_path)
+    code, output, error = call("train", *arguments, "--metrics", "/dev/full", "--trace", "/dev/full")
+    assert code == 0, error
+    assert "--metrics /dev/full ends before step 0: [Errno 28] No space left on device. Training goes on" in error
+    assert "no trace in /dev/full: No space left on device" in output

@@ -17,6 +17,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.observe.exporters import Csv, JsonLines, MetricsLog, TensorBoard, Wandb
 from infinity.observe.prometheus import PrometheusFile, PrometheusServer
+from tests.full_disk import full_disk
 
 DOCUMENT = Path(infinity.__file__).parent.parent / "docs" / "metrics.md"
 
@@ -344,16 +345,38 @@ def test_what_a_loop_passes_in_is_no_counter_to_prometheus(tmp_path: Path) -> No
     assert "# TYPE infinity_nvme_read_bytes_total counter" in text
 
 
-def test_all_sinks_are_closed_whatever_goes_wrong_with_one(tmp_path: Path) -> None:
+def test_all_sinks_are_closed_whatever_goes_wrong_with_one(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(_Run):
         def close(self) -> None:
             raise OSError("the disk is full")
 
+    class Wrong(_Run):
+        def close(self) -> None:
+            raise ValueError("a bug")
+
     run = _Run()
-    log = MetricsLog(Counting(), [run, Broken()])
-    with pytest.raises(OSError, match="the disk is full"):
+    log = MetricsLog(Counting(), [run, Wrong(), Broken()])
+    with pytest.raises(ValueError, match="a bug"):
         log.close()
     assert run.is_closed
+    assert caplog.messages == ["the log of Broken is not complete: the disk is full. Training goes on"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_training_outlives_a_log_whose_disk_is_full(
+    tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, run = tmp_path / f"run.{suffix}", _Run()
+    with MetricsLog(Counting(), [path, run]) as log:
+        log.step(loss=1.0)
+        before = path.read_bytes()
+        with full_disk(len(before) + 20):
+            for _ in range(3):
+                log.step(loss=1.0)
+    (message,) = caplog.messages
+    assert message == f"the log {path} ends before step 1: [Errno 27] File too large. Training goes on"
+    assert path.read_bytes().startswith(before)
+    assert len(run.rows) == 4
 
 
 class _Run:

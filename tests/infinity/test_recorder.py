@@ -1,0 +1,75 @@
+"""A loop of one's own, recorded: wear is counted, and training outlives a record that cannot be written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity.plan.ledger import WearLedger
+from infinity.report.record import RunRecord, RunState
+from infinity.report.recorder import RunRecorder
+from infinity.wear import WearWatch
+from storage.devices import identify_device
+from tests.conftest import small_config
+from tests.full_disk import full_disk
+from tests.infinity.test_bridge import config, train
+from tests.zoo import Net, build
+
+
+def test_what_a_recorded_loop_writes_is_in_the_record_and_once_in_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a `WearWatch` counts beside it, and over state alone."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    model = build(Net)
+    with infinity.AdamW(model.parameters(), lr=1e-2, config=config(swap)) as optimizer:
+        assert optimizer.state_tier is not None and optimizer.state_tier.store is not None
+        with RunRecorder(optimizer, tmp_path / "run") as recorder:
+            recorder.step(loss=train(model, optimizer, range(1))[0])
+        written = optimizer.state_tier.store.drive_report()[0].write.nbytes
+    device = identify_device(swap)
+    assert WearLedger().written_nbytes(device) == written > 0
+    (told,) = RunRecord.load(tmp_path / "run").run["wear"]
+    assert (told["device"], told["ledger_nbytes"]) == (device, written)
+    model = build(Net)
+    with infinity.offload(model, small_config(tmp_path)) as engine, WearWatch(engine) as wear:
+        of_engine = infinity.AdamW(model.parameters())
+        with RunRecorder(of_engine, tmp_path / "both") as recorder:
+            recorder.step(loss=0.0)
+            wear.step_ended()
+        engine.metrics()
+        store = engine._runtime.store
+        assert store is not None
+        written += store.drive_report()[0].write.nbytes
+    assert WearLedger().written_nbytes(device) == written
+
+
+def test_training_outlives_its_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build(Net)
+    with infinity.offload(model, small_config(tmp_path)):
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        recorder = RunRecorder(optimizer, tmp_path / "full")
+        recorder.step(loss=1.0)
+        with full_disk((tmp_path / "full" / "metrics.jsonl").stat().st_size):
+            recorder.step(loss=2.0)
+            recorder.step(loss=3.0)
+            recorder.close()
+        gone = RunRecorder(optimizer, tmp_path / "gone")
+        gone.step(loss=1.0)
+        shutil.rmtree(tmp_path / "gone")
+        gone.step(loss=2.0)
+        gone.close()
+        with pytest.raises(infinity.ConfigError, match=r"file.*cannot be written"):
+            (tmp_path / "file").write_text("")
+            RunRecorder(optimizer, tmp_path / "file")
+    full, end, other = [message for message in caplog.messages if "record" in message]
+    assert "ends before step 1: [Errno 27] File too large. Training goes on" in full
+    assert f"{tmp_path / 'full'} is not complete" in end and f"{tmp_path / 'gone'} is not complete" in other
+    record = RunRecord.load(tmp_path / "full")  # as far as there was room
+    assert (record.state, record.run["losses"]) == (RunState.RUNNING, [1.0])
+    assert {path.name for path in (tmp_path / "full").iterdir()} == {"run.json", "metrics.jsonl"}
