@@ -5,9 +5,10 @@
 
 DeepSpeed runs in its own virtual environment, under a driver that takes --mode, --swap, --hidden, ... and prints one
 JSON object. Parameters and optimizer state are on NVMe on both sides. Within a round everything runs once, in turn, in
-a process of its own: DeepSpeed with and without its pipelined optimizer swap, infinity with moments in fp32 and int8,
-and plain PyTorch. Figures are medians over rounds, with the range; a run's figure is the median of its steps but the
-first. DeepSpeed's best setting is the one compared with.
+a process of its own: DeepSpeed with and without its pipelined optimizer swap, infinity with moments in fp32, bf16 and
+int8 (the latter two rounded at random, the same in every run), and plain PyTorch. Figures are medians over rounds, with
+the range; a run's figure is the median of its steps but the first. DeepSpeed's best setting is the one compared with.
+The losses of all steps are kept; how far each side's are from plain PyTorch's is the largest difference of any step.
 
 `--compute native` computes in bf16 on both sides, `fp32` from bf16 weights in fp32; the engine decides by what the CPU
 multiplies fast, so `auto` asks it. The peak of resident memory is that of the training steps, without initialisation.
@@ -44,6 +45,7 @@ SIZES = {
 }
 # Without "--prefetch 0" DeepSpeed 0.19.8 assigns a swap buffer twice at these sizes, and ends with an AssertionError.
 _TUNED = ("--block-size", "8388608", "--queue-depth", "32", "--threads", "4", "--prefetch", "0")
+_PLAIN = "torch in memory"
 _LOW_MEMORY = {"MALLOC_CONF": "dirty_decay_ms:1000,muzzy_decay_ms:0"}
 
 
@@ -137,10 +139,11 @@ def cases(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[s
 
     found = {
         "infinity": partial(ours, "fp32"),
-        "infinity int8": partial(ours, "int8"),
+        "infinity bf16 moments": partial(ours, "bf16"),
+        "infinity int8 moments": partial(ours, "int8"),
         "deepspeed": partial(deepspeed),
         "deepspeed pipelined": partial(deepspeed, "--pipeline"),
-        "torch in memory": lambda: run_child([*driver, "--mode", "torch"], {}, log),
+        _PLAIN: lambda: run_child([*driver, "--mode", "torch"], {}, log),
     }
     if options.jemalloc is not None:
         low = partial(deepspeed, "--reduce-bucket", "2e7", LD_PRELOAD=str(options.jemalloc), **_LOW_MEMORY)
@@ -166,10 +169,13 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rounds, and how the sides compare."""
     shape = SIZES[options.size]
     rounds: dict[str, list[dict[str, float]]] = {}
+    losses: dict[str, list[float]] = {}
     for number in range(options.rounds):
         for name, case in cases(options, shape, folder).items():
-            figures = figures_of(case(), shape.batch * shape.seq)
+            report = case()
+            figures = figures_of(report, shape.batch * shape.seq)
             rounds.setdefault(name, []).append(figures)
+            losses[name] = report["loss"]
             print(f"round {number + 1}: {name}: { {k: round(v, 4) for k, v in figures.items()} }", flush=True)
     sides = {
         name: {
@@ -182,29 +188,41 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
         for name, runs in rounds.items()
     }
+    medians = {name: {f: v["median"] for f, v in s.items()} for name, s in sides.items()}
+    return {"sides": sides, "losses": losses, "compared": ratios(medians), "loss_differences": differences(losses)}
+
+
+def ratios(sides: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """By side of ours: over the fastest of DeepSpeed's settings, and over plain PyTorch in memory."""
+    peers = [figures for name, figures in sides.items() if name.startswith("deepspeed")]
+    best = max(peers, key=lambda figures: figures["tokens_per_s"], default=None)
+    others = {"deepspeed": best, "in_memory": sides.get(_PLAIN)}
     return {
-        "sides": sides,
-        "compared": ratios({name: {f: v["median"] for f, v in s.items()} for name, s in sides.items()}),
+        name: {
+            f"{figure}_over_{other}": figures[figure] / theirs[figure]
+            for other, theirs in others.items()
+            if theirs is not None
+            for figure in ("tokens_per_s", "peak_rss_bytes")
+        }
+        for name, figures in sides.items()
+        if name.startswith("infinity")
     }
 
 
-def ratios(sides: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Ours over the fastest of DeepSpeed's settings, and over plain PyTorch in memory."""
-    found: dict[str, float] = {}
-    ours, peers = sides.get("infinity"), [s for name, s in sides.items() if name.startswith("deepspeed")]
-    if ours is not None and peers:
-        best = max(peers, key=lambda side: side["tokens_per_s"])
-        found["tokens_per_s_over_deepspeed"] = ours["tokens_per_s"] / best["tokens_per_s"]
-        found["peak_rss_over_deepspeed"] = ours["peak_rss_bytes"] / best["peak_rss_bytes"]
-        found["loss_difference_to_deepspeed"] = abs(ours["last_loss"] - best["last_loss"])
-    plain = sides.get("torch in memory")
-    if ours is not None and plain is not None:
-        found["tokens_per_s_over_in_memory"] = ours["tokens_per_s"] / plain["tokens_per_s"]
-        found["peak_rss_over_in_memory"] = ours["peak_rss_bytes"] / plain["peak_rss_bytes"]
-    return found
+def differences(losses: dict[str, list[float]]) -> dict[str, float]:
+    """By side, how far its losses are from plain PyTorch's in the step where they are farthest."""
+    plain = losses.get(_PLAIN)
+    if plain is None:
+        return {}
+    return {
+        name: max(abs(one - other) for one, other in zip(found, plain, strict=True))
+        for name, found in losses.items()
+        if name != _PLAIN
+    }
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", type=Path, help="the program that trains with DeepSpeed")
     parser.add_argument("--python", type=Path, help="the interpreter of DeepSpeed's virtual environment")
@@ -223,7 +241,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=29555, help="for DeepSpeed's process group")
     parser.add_argument("--ours", action="store_true", help="one run of infinity in this process")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.compute == "auto":
         options.compute = "native" if has_fast_bf16() else "fp32"
     if not options.ours and (options.driver is None or options.python is None):

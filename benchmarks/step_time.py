@@ -1,11 +1,13 @@
 """What a step costs: beside plain PyTorch in memory, as the model grows, and on one to three throttled drives.
 
-    python benchmarks/step_time.py plain  [--rounds 5] [--layers 12 --hidden 768 --batch 4,16 --recompute]
-    python benchmarks/step_time.py growth [--rounds 3] [--parameters 50M,100M,200M,400M,1B]
+    python benchmarks/step_time.py plain  [--rounds 3] [--layers 12 --hidden 768 --batch 4,16 --recompute]
+    python benchmarks/step_time.py growth [--rounds 2] [--parameters 50M,100M,200M,400M,1B]
     python benchmarks/step_time.py drives [--rounds 3] [--read-mb 200 --write-mb 130]
 
 What is compared takes turns within every round, so a machine that gets slower is slower for all of it. Figures are
-medians over rounds, with the range. Everything is on NVMe but what the host budget holds.
+medians over rounds, with the range. Everything is on NVMe but what the host budget holds. Each takes five to eight
+minutes on two quiet cores with a drive of 3 GB/s; after every case it says how much is left, and `--json` holds what
+has been measured by then.
 
 `plain` runs `infinity train --baseline`: the same loop through the engine and in plain PyTorch, each in a process of
 its own, per batch size. `growth` keeps the budgets and lets the number of layers grow; it fits a line to the seconds of
@@ -36,23 +38,31 @@ from infinity.models.gpt import Gpt, GptShape, init_weights
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
 
-_STEPS = 6
-
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median and range of one figure over rounds."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": list(values)}
 
 
-def in_turns(rounds: int, cases: dict[str, Callable[[], dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    """Run every case once per round, in order; figures of each by name."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
-    for number in range(rounds):
-        for name, case in cases.items():
-            for figure, value in case().items():
-                found[name].setdefault(figure, []).append(value)
-            print(f"round {number + 1}: {name}: { {f: round(v[-1], 4) for f, v in found[name].items()} }", flush=True)
-    return {name: {f: summary(values) for f, values in figures.items()} for name, figures in found.items()}
+Found = dict[str, Any]
+Note = Callable[[Found], None]  # takes what has been found so far
+
+
+def in_turns(rounds: int, cases: dict[str, Callable[[], dict[str, float]]], note: Note) -> Found:
+    """Run every case once per round, in order; figures of each by name. `note` gets them after every case."""
+    values: dict[str, dict[str, list[float]]] = {}
+    found: Found = {}
+    started_s, n_cases = time.perf_counter(), rounds * len(cases)
+    for number, (name, case) in enumerate(list(cases.items()) * rounds, 1):
+        for figure, value in case().items():
+            values.setdefault(name, {}).setdefault(figure, []).append(value)
+        latest = {figure: round(every[-1], 4) for figure, every in values[name].items()}
+        elapsed_s = time.perf_counter() - started_s
+        left = f"{elapsed_s:.0f} s, about {elapsed_s / number * (n_cases - number):.0f} s left"
+        print(f"{number} of {n_cases} ({left}): {name}: {latest}", flush=True)
+        found = {one: {f: summary(v) for f, v in figures.items()} for one, figures in values.items()}
+        note(found)
+    return found
 
 
 def train(folder: Path, *arguments: object) -> dict[str, Any]:
@@ -69,13 +79,13 @@ def steady_s(step_seconds: Sequence[float]) -> float:
     return statistics.median(step_seconds[2:] or step_seconds)
 
 
-def plain(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def plain(options: argparse.Namespace, folder: Path, note: Note) -> Found:
     """Tokens per second and memory beside plain PyTorch, by batch size."""
 
     def case(batch: int) -> dict[str, float]:
         recompute = ["--recompute"] if options.recompute else ["--no-recompute"]
         shape = ("--layers", options.layers, "--hidden", options.hidden, "--batch", batch, *recompute)
-        report = train(folder, *shape, "--steps", _STEPS, "--precision", options.precision, "--baseline")
+        report = train(folder, *shape, "--steps", options.steps, "--precision", options.precision, "--baseline")
         ours, theirs = steady_s(report["step_seconds"]), steady_s(report["baseline"]["step_seconds"])
         return {
             "step_s": ours,
@@ -87,7 +97,7 @@ def plain(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
 
     batches = [int(batch) for batch in options.batch.split(",")]
-    return in_turns(options.rounds, {f"batch {batch}": partial(case, batch) for batch in batches})
+    return in_turns(options.rounds, {f"batch {batch}": partial(case, batch) for batch in batches}, note)
 
 
 def layers_for(parameters: float, hidden: int) -> int:
@@ -95,7 +105,7 @@ def layers_for(parameters: float, hidden: int) -> int:
     return max(round(parameters / (12 * hidden * hidden)), 1)
 
 
-def growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def growth(options: argparse.Namespace, folder: Path, note: Note) -> Found:
     """Seconds and host memory at fixed budgets, against parameters."""
     units = {"M": 1e6, "B": 1e9}
     sizes = [float(text[:-1]) * units[text[-1]] for text in options.parameters.split(",")]
@@ -103,7 +113,7 @@ def growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def case(layers: int) -> dict[str, float]:
         shape = ("--layers", layers, "--hidden", options.hidden, "--seq", 128, "--batch", 1, "--recompute")
         budgets = ("--device-budget", options.device_budget, "--host-budget", options.host_budget)
-        report = train(folder, *shape, *budgets, "--steps", _STEPS)
+        report = train(folder, *shape, *budgets, "--steps", options.steps)
         return {
             "parameters": report["model"]["parameters"],
             "step_s": steady_s(report["step_seconds"]),
@@ -112,20 +122,23 @@ def growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
 
     cases = {f"{size / 1e6:.0f} M": partial(case, layers_for(size, options.hidden)) for size in sizes}
-    found = in_turns(options.rounds, cases)
-    parameters = np.array([figures["parameters"]["median"] for figures in found.values()])
-    seconds = np.array([figures["step_s"]["median"] for figures in found.values()])
-    memory = [figures["peak_rss_bytes"]["median"] for figures in found.values()]
-    fitted = np.polyval(np.polyfit(parameters, seconds, 1), parameters)
-    spread = float(np.sum((seconds - seconds.mean()) ** 2))
-    line = {
-        "r_squared": 1 - float(np.sum((seconds - fitted) ** 2)) / spread if spread else 1.0,
-        "peak_rss_largest_over_smallest": max(memory) / min(memory),
-    }
-    return {"sizes": found, "line": line}
+    return with_line(in_turns(options.rounds, cases, lambda found: note(with_line(found))))
 
 
-def drives(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def with_line(sizes: Found) -> Found:
+    """Figures by size, and how straight a line seconds and memory make against parameters."""
+    parameters = np.array([figures["parameters"]["median"] for figures in sizes.values()])
+    seconds = np.array([figures["step_s"]["median"] for figures in sizes.values()])
+    memory = [figures["peak_rss_bytes"]["median"] for figures in sizes.values()]
+    r_squared = 1.0  # of one or two points
+    if len(sizes) > 2:
+        fitted = np.polyval(np.polyfit(parameters, seconds, 1), parameters)
+        r_squared = 1 - float(np.sum((seconds - fitted) ** 2)) / float(np.sum((seconds - seconds.mean()) ** 2))
+    line = {"r_squared": r_squared, "peak_rss_largest_over_smallest": max(memory) / min(memory)}
+    return {"sizes": sizes, "line": line}
+
+
+def drives(options: argparse.Namespace, folder: Path, note: Note) -> Found:
     """Seconds of a step on one, two and three drives of the same limited speed."""
     throttle = Throttle(read_nbytes_per_s=options.read_mb * 1e6, write_nbytes_per_s=options.write_mb * 1e6)
 
@@ -149,28 +162,43 @@ def drives(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with infinity.offload(model, config, init_fn=init_weights, wrap_backend=wrap) as engine:
             optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
             ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
-            for _ in range(_STEPS):
+            for _ in range(options.steps):
                 started_s = time.perf_counter()
                 model(ids, ids).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 times.append(time.perf_counter() - started_s)
             traffic = engine.traffic.per_step[-1]
-        moved = (
-            traffic["nvme_read_bytes"] / throttle.read_nbytes_per_s,
-            (traffic["nvme_write_bytes"] / throttle.write_nbytes_per_s),
-        )
+        read_s = traffic["nvme_read_bytes"] / throttle.read_nbytes_per_s
+        bound_s = max(read_s, traffic["nvme_write_bytes"] / throttle.write_nbytes_per_s) / count
+        if not bound_s:
+            raise SystemExit(f"host memory of {options.host_budget} holds all of the model: lower --host-budget")
         step_s = steady_s(times)
-        return {"step_s": step_s, "bound_s": max(moved) / count, "step_over_bound": step_s / (max(moved) / count)}
+        return {"step_s": step_s, "bound_s": bound_s, "step_over_bound": step_s / bound_s}
 
-    return in_turns(options.rounds, {f"{count} drives": partial(case, count) for count in (1, 2, 3)})
+    return in_turns(options.rounds, {f"{count} drives": partial(case, count) for count in (1, 2, 3)}, note)
 
 
-def main() -> None:
+def report_of(options: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """What was found, with what it depends on."""
+    settings = {name: str(value) for name, value in vars(options).items() if name not in ("json", "directory")}
+    return {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
+
+
+def write_whole(target: Path, report: dict[str, Any]) -> None:
+    """Write a report so that whoever reads the file finds the one before or this one."""
+    beside = target.with_name(f"{target.name}.part")
+    beside.write_text(json.dumps(report, indent=2) + "\n")
+    beside.replace(target)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["plain", "growth", "drives"])
+    parser.add_argument("what", choices=list(_MEASURED))
     parser.add_argument("--directory", type=Path, help="where swap files go; default: a temporary folder")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, help="default: 3, growth 2")
+    parser.add_argument("--steps", type=int, default=6, help="of one run; the first two do not count")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
@@ -182,14 +210,29 @@ def main() -> None:
     parser.add_argument("--read-mb", type=float, default=200, help="drives: MB/s of one drive")
     parser.add_argument("--write-mb", type=float, default=130, help="drives: MB/s of one drive")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    options.rounds = options.rounds or (2 if options.what == "growth" else 3)
+    return options
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Run all cases in turns; the report, which `--json` holds after every case."""
+
+    def note(found: Found) -> None:
+        if options.json is not None:
+            write_whole(options.json, report_of(options, found))
+
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        found = {"plain": plain, "growth": growth, "drives": drives}[options.what](options, Path(folder))
-    settings = {name: str(value) for name, value in vars(options).items() if name not in ("json", "directory")}
-    report = {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
+        return report_of(options, _MEASURED[options.what](options, Path(folder), note))
+
+
+_MEASURED = {"plain": plain, "growth": growth, "drives": drives}
+
+
+def main() -> None:
+    options = parse()
+    report = measure(options)
     print(json.dumps(report, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""The benchmarks of a step, run small: `step_time.py` and what `peer_deepspeed.py` makes of its runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peer_deepspeed import SIZES, differences, ratios
+from benchmarks.peer_deepspeed import cases as sides_of
+from benchmarks.peer_deepspeed import parse as parse_peer
+from benchmarks.step_plots import page
+from benchmarks.step_time import in_turns, measure, parse, with_line
+
+
+def test_cases_take_turns_and_are_noted_one_by_one() -> None:
+    order: list[str] = []
+    noted: list[dict[str, int]] = []
+
+    def case(name: str) -> dict[str, float]:
+        order.append(name)
+        return {"step_s": float(len(order))}
+
+    def note(found: dict[str, dict[str, dict[str, list[float]]]]) -> None:
+        noted.append({name: len(figures["step_s"]["all"]) for name, figures in found.items()})
+
+    found = in_turns(2, {"a": lambda: case("a"), "b": lambda: case("b")}, note)
+    assert order == ["a", "b", "a", "b"]
+    assert noted == [{"a": 1}, {"a": 1, "b": 1}, {"a": 2, "b": 1}, {"a": 2, "b": 2}]
+    assert found["a"]["step_s"] == {"median": 2.0, "min": 1.0, "max": 3.0, "all": [1.0, 3.0]}
+
+
+@pytest.mark.parametrize(("seconds", "r_squared"), [([1.0], 1.0), ([1.0, 2.0, 3.0], 1.0), ([1.0, 3.0, 1.0], 0.0)])
+def test_how_straight_growth_is(seconds: list[float], r_squared: float) -> None:
+    sizes = {
+        f"{number} M": {
+            "parameters": {"median": number * 1e6},
+            "step_s": {"median": step_s},
+            "peak_rss_bytes": {"median": 100.0 + number},
+        }
+        for number, step_s in enumerate(seconds, 1)
+    }
+    line = with_line(sizes)["line"]
+    assert line["r_squared"] == pytest.approx(r_squared)
+    assert line["peak_rss_largest_over_smallest"] == pytest.approx((100 + len(seconds)) / 101)
+
+
+def test_drives_from_the_command_line_to_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "found.json"
+    shape = ["--layers", "3", "--hidden", "64", "--rounds", "1", "--steps", "2", "--read-mb", "4000"]
+    budgets = ["--device-budget", "4MiB", "--host-budget", "2MiB", "--write-mb", "4000", "--precision", "fp32"]
+    report = measure(parse(["drives", *shape, *budgets, "--directory", str(tmp_path), "--json", str(target)]))
+    assert json.loads(target.read_text()) == report
+    assert list(report["found"]) == ["1 drives", "2 drives", "3 drives"]
+    assert all(figures["step_s"]["median"] > 0 for figures in report["found"].values())
+    assert "3 of 3" in capsys.readouterr().out
+    assert "3 drives" in page(report)
+    assert [path.name for path in tmp_path.glob("*.part")] == []
+
+
+def test_drives_that_nothing_lies_on_are_refused(tmp_path: Path) -> None:
+    shape = ["--layers", "1", "--hidden", "64", "--rounds", "1", "--steps", "1", "--host-budget", "8MiB"]
+    with pytest.raises(SystemExit, match="lower --host-budget"):
+        measure(parse(["drives", *shape, "--directory", str(tmp_path)]))
+
+
+def test_growth_takes_fewer_rounds_unless_told() -> None:
+    assert [parse([what]).rounds for what in ("plain", "growth", "drives")] == [3, 2, 3]
+    assert parse(["growth", "--rounds", "5"]).rounds == 5
+
+
+def test_every_side_of_ours_beside_the_best_peer_and_memory() -> None:
+    def side(tokens_per_s: float, peak_rss_bytes: float) -> dict[str, float]:
+        return {"tokens_per_s": tokens_per_s, "peak_rss_bytes": peak_rss_bytes}
+
+    sides = {
+        "infinity": side(300, 1.0),
+        "infinity bf16 moments": side(360, 1.0),
+        "deepspeed": side(100, 2.0),
+        "deepspeed pipelined": side(120, 4.0),
+        "torch in memory": side(600, 5.0),
+    }
+    found = ratios(sides)
+    assert list(found) == ["infinity", "infinity bf16 moments"]
+    assert found["infinity bf16 moments"] == {
+        "tokens_per_s_over_deepspeed": 3.0,
+        "peak_rss_bytes_over_deepspeed": 0.25,
+        "tokens_per_s_over_in_memory": 0.6,
+        "peak_rss_bytes_over_in_memory": 0.2,
+    }
+    assert ratios({"infinity": side(300, 1.0)}) == {"infinity": {}}
+
+
+def test_losses_are_compared_in_every_step() -> None:
+    losses = {"torch in memory": [3.0, 2.0, 1.0], "infinity": [3.0, 2.5, 1.0], "deepspeed": [3.0, 2.0, 0.75]}
+    assert differences(losses) == {"infinity": 0.5, "deepspeed": 0.25}
+    assert differences({"infinity": [1.0]}) == {}
+
+
+def test_all_formats_of_moments_are_compared(tmp_path: Path) -> None:
+    options = parse_peer(["--driver", "train.py", "--python", "python", "--directory", str(tmp_path)])
+    found = list(sides_of(options, SIZES["tiny"], tmp_path))
+    assert found[:3] == ["infinity", "infinity bf16 moments", "infinity int8 moments"]
