@@ -1,8 +1,9 @@
 """Initial values: building a model without memory, and turning its parameters into shards unit by unit.
 
-`empty_init` builds on the `meta` device. `fill_shards` then gives every group its values: those that files hold stream
-into the shards piece by piece (weights/stream.py), those of an already built model are copied, and the others are
-initialised by their modules a few at a time (materialise.py). So a model never exists whole in memory.
+`empty_init` builds on the `meta` device and records what constructors do. `fill_shards` then gives every group its
+values: those that files hold stream into the shards piece by piece (weights/stream.py), those of an already built model
+are copied, recorded ones are computed (recorded_init.py), and the others are initialised by their modules a few at a
+time (materialise.py). So a model never exists whole in memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from infinity.materialise import (
 )
 from infinity.placing import PIECE_NBYTES, SMALL_PIECE_NBYTES, adopt, pieces_nbytes, place, sources_of
 from infinity.rank_init import check_same_model, share_buffers
+from infinity.recorded_init import RecordedValues
+from infinity.recording.origins import is_recording
+from infinity.recording.recorder import recording
 from infinity.runtime import Runtime
 from infinity.staging import can_stage, is_large
 from infinity.weights.match import Match
@@ -44,13 +48,20 @@ from infinity.weights.stream import (
 def empty_init() -> Iterator[None]:
     """Build modules without memory: their parameters are on the `meta` device until `infinity.offload` fills them.
 
+    What the constructors do to tensors is recorded and done then, with the random numbers that ordinary construction
+    would have drawn here: the values are the same, and so is the generator's state afterwards, unless it has been used
+    since. Do everything that changes values inside the block.
+
+    Raises:
+        UnsupportedModelError: a constructor needs values of such a tensor at once; see its text for what to do.
+
     Example:
         ```python
         with infinity.empty_init():
             model = MyModel()
         ```
     """
-    with torch.device("meta"):
+    with recording():
         yield
 
 
@@ -76,10 +87,23 @@ def small_staging_nbytes(
     values = values or FirstValues()
     others = [group for group in groups if not is_streamed(values.match, group)]
     empty = [group for group in others if _is_meta(group)]
-    on_device = initialising_nbytes(model, units, empty, values, is_large)
+    on_device = _initialising_nbytes(model, units, empty, values, is_large)
     if on_device and (not can_stage(device) or on_device > device.budget.limit_nbytes):
         return None
     return _Needs(model, units, values, SMALL_PIECE_NBYTES, lambda nbytes: not is_large(nbytes)).most_nbytes(groups)
+
+
+def _initialising_nbytes(
+    model: nn.Module,
+    units: Sequence[Unit],
+    empty: Sequence[FlatGroup],
+    values: FirstValues,
+    counts: Callable[[int], bool],
+) -> int:
+    """Bytes that giving first values to groups without data holds at most: recorded ones first, then the others."""
+    recorded = RecordedValues(model, empty, values)
+    others = [group for group in empty if group not in recorded.groups]
+    return max(recorded.nbytes(counts), initialising_nbytes(model, units, others, values, counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +134,7 @@ class _Needs:
         ranks = [group for group in groups if group.sharding.size > 1]
         shared = 2 * max((pieces_nbytes(group, self.piece_nbytes) for group in ranks), default=0)
         empty = [group for group in groups if _is_meta(group)]
-        initialising = initialising_nbytes(self.model, self.units, empty, self.values, self.counts)
+        initialising = _initialising_nbytes(self.model, self.units, empty, self.values, self.counts)
         copied = max((pieces_nbytes(group, self.piece_nbytes) for group in groups if group not in empty), default=0)
         if empty:
             in_pieces = [g for g in empty if not self.counts(g.layout.numel * g.source_dtype.itemsize)]
@@ -127,15 +151,21 @@ def fill_shards(runtime: Runtime, values: FirstValues, on_progress: Callable[[st
         on_progress: told the key of every group that is done.
 
     Raises:
-        UnsupportedModelError: parameters on `meta` that nothing initialises, or of which only some are on `meta`.
+        UnsupportedModelError: parameters on `meta` that nothing initialises, or of which only some are on `meta`; or
+            the model is still being built under `empty_init`.
     """
+    if is_recording():
+        raise UnsupportedModelError("infinity.offload was called inside infinity.empty_init(); call it after the block")
     match = values.match
     streamed = [group for group in runtime.groups if is_streamed(match, group)]
     others = [group for group in runtime.groups if group not in streamed]
     empty = [group for group in others if _is_meta(group)]
     for group in empty:
         _refuse_half_built(group)
-    _refuse_uninitialised(runtime.model, empty, values)
+    recorded = RecordedValues(runtime.model, empty, values)
+    recorded.refuse_undefined()
+    unrecorded = [group for group in empty if group not in recorded.groups]
+    _refuse_uninitialised(runtime.model, unrecorded, values)
     if runtime.lockstep is not None:
         check_same_model(runtime.lockstep, runtime.model, runtime.groups)
 
@@ -154,7 +184,8 @@ def fill_shards(runtime: Runtime, values: FirstValues, on_progress: Callable[[st
                 read_into(runtime, match, group, sources_of(group))
             adopt(runtime, group)
             done(group)
-    materialise(runtime, empty, values, done)
+    recorded.fill(runtime, done)
+    materialise(runtime, unrecorded, values, done)
     if runtime.lockstep is not None:
         share_buffers(runtime.lockstep, runtime.model)
 
@@ -165,6 +196,7 @@ def leave_uninitialised(runtime: Runtime) -> None:
     Raises:
         UnsupportedModelError: a buffer was built on `meta`.
     """
+    RecordedValues(runtime.model, [], FirstValues()).fill(runtime, lambda group: None)
     materialise(runtime, [], FirstValues(), lambda group: None)
     for group in runtime.groups:
         group.put_stand_ins()

@@ -1,5 +1,8 @@
 """How a model initialises itself: which module does what, in the order in which ordinary construction does it.
 
+Models built under `infinity.empty_init()` bring a record instead; see recorded_init.py. These rules are for models put
+on `meta` otherwise, for parameters that replaced recorded ones, and for `init_fn`.
+
 | model | each module is initialised by | order |
 |---|---|---|
 | with `init_fn` | `init_fn(module)`, if it owns parameters | that of `model.modules()` |

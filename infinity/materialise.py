@@ -161,7 +161,7 @@ class _Materialiser:
         self._values = values
         self._on_done = on_done
         self._memory = StagingMemory(runtime)
-        self._open: dict[int, _Staging] = {}
+        self._open: dict[int, GroupStaging] = {}
         self._is_tied_late = False
         # The generator's state before a module was made, by its id.
         self._drawn_from: dict[int, torch.Tensor] = {}
@@ -176,7 +176,7 @@ class _Materialiser:
         for number, step in enumerate(plan.steps):
             for group, (first, _) in zip(self._groups, spans, strict=True):
                 if first == number:
-                    self._open[group.index] = _Staging(self._runtime, self._memory, group)
+                    self._open[group.index] = GroupStaging(self._runtime, self._memory, group)
             if needs.step(step):
                 self._draw(step) if step.is_drawn else self._initialise(step)
             for group, (_, last) in zip(self._groups, spans, strict=True):
@@ -266,7 +266,7 @@ def scratch_parameters(source: StagingMemory, module: nn.Module, kept: Collectio
             module._parameters.update(real)
 
 
-class _Staging:
+class GroupStaging:
     """Real memory for the parameters of one group while its modules initialise them."""
 
     def __init__(self, runtime: Runtime, source: StagingMemory, group: FlatGroup) -> None:

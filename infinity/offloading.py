@@ -46,16 +46,17 @@ def offload(
     with the same model; the ranks share the state as `config.stage` says, and start with the first rank's values.
 
     Args:
-        model: a built model, or one built under `infinity.empty_init()`, which is then initialised unit by unit.
+        model: a built model, or one built under `infinity.empty_init()`, which gets, unit by unit, the values of
+            ordinary construction.
         config: settings; defaults to `Config()`.
         weights: a file or folder with its values, which stream into the shards: safetensors (single or with an index),
             files of `torch.save`, or a checkpoint of infinity, of which the parameters are taken. Any dtype; rounds as
             `load_state_dict` into the model would. Not used with `resume`.
         strict: refuse weights that lack a parameter or have one that the model does not have. Else both are told in a
             warning, and what is missing is initialised, or keeps the values of the built model.
-        init_fn: for a model without data: called with every module that owns parameters, in module order. Default is
-            their `reset_parameters()`, and for models of transformers their `_init_weights`; from the same seed that
-            gives the values of ordinary construction.
+        init_fn: for a model without data: called with every module that owns parameters, in module order, in place of
+            what was recorded under `empty_init`. Default for models put on `meta` otherwise is their
+            `reset_parameters()`, and for models of transformers their `_init_weights`.
         on_progress: told the name of every shard that has been initialised.
         process_group: share with its ranks, instead of with all.
         mesh: share over its dimension; of two, replicate over the first and share over the second (hybrid sharding).

@@ -49,6 +49,10 @@ class Staged:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give it back."""
         if self.lease is not None:
             self.lease.release()
         if self.block is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +15,29 @@ from tests.mechanics.test_iterations import train
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Attention, Nested, Net, OddNet, batch, build
 
+MakeEmpty = Callable[[type[nn.Module]], nn.Module]
+
 
 def _empty(make: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
     with infinity.empty_init():
         return make()
 
 
+def _meta(make: type[nn.Module]) -> nn.Module:
+    """Without memory, and without a record of how ordinary construction gives it values."""
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("make_empty", [_empty, _meta])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("host", [{"budget": "440KiB"}, {"budget": "64MiB"}], ids=str)
-def test_same_values_as_plain_construction(offload: MakeEngine, host: dict[str, Any], precision: str) -> None:
+def test_same_values_as_plain_construction(
+    offload: MakeEngine, host: dict[str, Any], precision: str, make_empty: MakeEmpty
+) -> None:
     plain = build(Net)
-    model = _empty(Net)
+    model = make_empty(Net)
     assert all(p.is_meta for p in model.parameters())
     torch.manual_seed(0)
     offload(model, host=host, precision=precision)
@@ -57,7 +70,7 @@ def test_init_function(offload: MakeEngine) -> None:
         for number, parameter in enumerate(module.parameters(recurse=False)):
             nn.init.constant_(parameter, number + 1.0)
 
-    model = _empty(OddNet)
+    model = _meta(OddNet)
     offload(model, init_fn=fill)
     assert seen == ["OddNet", "Embedding", *["Odd", "Linear"] * 3, "Linear"]
     got = gathered_parameters(model)
@@ -69,7 +82,7 @@ def test_init_function(offload: MakeEngine) -> None:
 @pytest.mark.parametrize("make", [OddNet, Nested])
 def test_what_nothing_initialises_is_refused(offload: MakeEngine, make: type[nn.Module]) -> None:
     with pytest.raises(infinity.UnsupportedModelError, match=r"(scale|before).*init_fn"):
-        offload(_empty(make))
+        offload(_meta(make))
 
 
 def test_half_built_models_are_refused(offload: MakeEngine) -> None:
@@ -88,14 +101,13 @@ def test_buffers_on_meta_are_refused(offload: MakeEngine) -> None:
             self.register_buffer("table", torch.arange(5))
 
     with pytest.raises(infinity.UnsupportedModelError, match=r"buffer 'table'.*device='cpu'"):
-        offload(_empty(WithBuffer))
+        offload(_meta(WithBuffer))
 
 
 def test_unbuilt_and_built_train_alike(offload: MakeEngine) -> None:
     losses = []
     for is_empty in (True, False):
         model = _empty(Net) if is_empty else build(Net)
-        torch.manual_seed(0)
         offload(model, schedule="overlapped")
         optimizer = infinity.AdamW(model.parameters())
         losses.append([train(model, optimizer, step) for step in range(3)])
@@ -105,7 +117,7 @@ def test_unbuilt_and_built_train_alike(offload: MakeEngine) -> None:
 def test_attention_initialises_itself_as_in_plain_construction(offload: MakeEngine) -> None:
     """`nn.MultiheadAttention` draws the values of its projection first and then its own, and zeroes both biases."""
     plain = build(Attention)
-    model = _empty(Attention)
+    model = _meta(Attention)
     torch.manual_seed(0)
     offload(model)
     different = [n for n, value in gathered_parameters(model).items() if not torch.equal(value, plain.get_parameter(n))]
@@ -114,17 +126,18 @@ def test_attention_initialises_itself_as_in_plain_construction(offload: MakeEngi
 
 def test_modules_without_reset_parameters_are_named(offload: MakeEngine) -> None:
     with pytest.raises(infinity.UnsupportedModelError, match=r"blocks\.0\.scale.*init_fn"):
-        offload(_empty(OddNet))
+        offload(_meta(OddNet))
 
 
-def test_memory_stays_within_the_budget(offload: MakeEngine) -> None:
+@pytest.mark.parametrize("make_empty", [_empty, _meta])
+def test_memory_stays_within_the_budget(offload: MakeEngine, make_empty: MakeEmpty) -> None:
     """The whole model never exists in memory: the smallest budget is enough to initialise it."""
     with pytest.raises(infinity.PlacementError):
-        offload(_empty(Net), host={"budget": 4096}, schedule="synchronous")
-    engine = offload(_empty(Net), host={"budget": "64MiB"}, schedule="synchronous")
+        offload(make_empty(Net), host={"budget": 4096}, schedule="synchronous")
+    engine = offload(make_empty(Net), host={"budget": "64MiB"}, schedule="synchronous")
     minimum = engine.plan.placement.host_minimum_nbytes
     engine.close()
-    model = _empty(Net)
+    model = make_empty(Net)
     small = offload(model, host={"budget": minimum}, schedule="synchronous")
     train(model, infinity.AdamW(model.parameters()), 0)
     assert small.metrics()["host/peak_bytes"] <= minimum
@@ -158,7 +171,7 @@ def test_buffers_that_a_module_resets_are_initialised(offload: MakeEngine) -> No
             self.norm = nn.BatchNorm1d(37)
             self.plain_norm = nn.BatchNorm1d(37, affine=False)
 
-    plain, model = build(Normed), _empty(Normed)
+    plain, model = build(Normed), _meta(Normed)
     torch.manual_seed(0)
     offload(model)
     for name, buffer in plain.named_buffers():
@@ -176,8 +189,8 @@ def test_integers_may_be_anything_but_left_alone(offload: MakeEngine) -> None:
             if name != "order" or not leaves_order:
                 parameter.fill_(-1)
 
-    model = _empty(Numbered)
+    model = _meta(Numbered)
     offload(model, init_fn=fill)
     assert (gathered_parameters(model)["order"] == -1).all()
     with pytest.raises(infinity.UnsupportedModelError, match=r"'order' is left uninitialised by init_fn"):
-        offload(_empty(Numbered), init_fn=lambda module: fill(module, leaves_order=True))
+        offload(_meta(Numbered), init_fn=lambda module: fill(module, leaves_order=True))

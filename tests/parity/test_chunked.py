@@ -199,11 +199,11 @@ def test_a_checkpoint_between_two_backwards(offload: MakeEngine, tmp_path: Path)
 def test_first_values_of_an_empty_model(offload: MakeEngine, device: str) -> None:
     """What modules initialise in one go has the device's memory meanwhile, for host memory cannot hold it."""
     settings: dict[str, Any] = {"schedule": "synchronous", "device": DEVICES[device]}
-    with infinity.empty_init():
-        minimum = smallest_budget(offload, "host", make_large(), **settings)
-        model = make_large()
-    assert minimum < LARGE_NBYTES * 2
     torch.manual_seed(0)
+    with infinity.empty_init():
+        model = make_large()
+    minimum = smallest_budget(offload, "host", model, **settings)
+    assert minimum < LARGE_NBYTES * 2
     engine = offload(model, host={"budget": minimum}, **settings)
     assert engine.plan.placement.stages_on_device
     assert engine.metrics()["host/peak_bytes"] <= minimum
@@ -248,4 +248,3 @@ def test_what_fits_is_not_chunked(offload: MakeEngine) -> None:
     less = offload(build(make_large), host={"budget": whole.host_whole_nbytes - 1}, **settings).plan
     assert len(less.placement.chunked) == 2
     assert f"A host budget of {whole.host_whole_nbytes} bytes holds" in less.describe()
-

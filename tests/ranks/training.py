@@ -64,6 +64,10 @@ def make_config(folder: Path, settings: dict[str, Any]) -> infinity.Config:
 def make_net(case: Case) -> nn.Module:
     model = Net(blocks=case.blocks, vocab=case.vocab)
     model.embed.requires_grad_(not case.frozen)
+    if case.meta:  # drawn once more when everything is made
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
     return model
 
 
@@ -71,10 +75,9 @@ def built_on(rank: int, case: Case) -> nn.Module:
     """The model as a rank builds it; the first rank's values count."""
     if not case.meta:
         return build(partial(make_net, case), seed=rank)
-    with infinity.empty_init():
-        model = make_net(case)
     torch.manual_seed(rank)
-    return model
+    with infinity.empty_init():
+        return make_net(case)
 
 
 def smallest_host(folder: Path, case: Case, size: int, **offload: Any) -> int:

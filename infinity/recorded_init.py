@@ -1,0 +1,284 @@
+"""Models built under `infinity.empty_init()` get the values that their constructors gave them; see recording/.
+
+A group has memory from the first recorded operation that its values need to the last; then it is converted, written and
+forgotten. Buffers and plain attributes keep the memory that they get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.errors import UnsupportedModelError
+from infinity.groups import FlatGroup
+from infinity.materialise import FirstValues, GroupStaging
+from infinity.placing import sources_of
+from infinity.recording.origins import origin_of
+from infinity.recording.plan import ReplayPlan, plan_replay
+from infinity.recording.replay import replay
+from infinity.recording.tape import Block, Region, Tape, region_of
+from infinity.runtime import Runtime
+from infinity.staging import Staged, StagingMemory
+from infinity.territory import Territory
+from storage.align import PAGE_NBYTES, align_up
+
+Counts = Callable[[int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A parameter of a group and the record of its values.
+
+    Attributes:
+        is_direct: the storage holds exactly what the slot does, so that it lies in the group's memory.
+    """
+
+    slot: int
+    region: Region
+    is_direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor without memory that a module holds as a buffer or plain attribute."""
+
+    holder: dict[str, object]
+    name: str
+    tensor: torch.Tensor
+    region: Region
+
+
+class RecordedValues:
+    """The part of a model whose first values are recorded.
+
+    Attributes:
+        groups: those of which every parameter that needs a value has a record.
+        targets: of each of them by its index, the parameters that need one.
+        kept: buffers and plain attributes that are defined.
+        kept_blocks: their storages.
+        real: storages that have memory, in which random numbers were drawn out of order.
+        plan: what is replayed.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[FlatGroup], values: FirstValues) -> None:
+        self.values = values
+        self.targets: dict[int, list[_Target]] = {}
+        self.groups: list[FlatGroup] = []
+        wanted: dict[Tape, list[Region]] = {}
+        if values.init_fn is None:
+            for group in groups:
+                found = _recorded(group, values)
+                if found is not None:
+                    self.groups.append(group)
+                    self.targets[group.index] = [target for _, target in found]
+                    for tape, target in found:
+                        wanted.setdefault(tape, []).append(target.region)
+        kept_by_modules = list(_kept_by_modules(model, values))
+        for tape, kept in kept_by_modules:
+            wanted.setdefault(tape, []).append(kept.region)
+        draws = values.match is None and bool(self.groups)
+        self.real: set[Block] = set()
+        for tape, regions in wanted.items():
+            real = [block for block in tape.real if draws and block.real is not None and block.real() is not None]
+            self.real.update(real)
+            regions += [Region(block, torch.uint8, (block.nbytes,), (1,), 0) for block in real]
+        self.plan: ReplayPlan = plan_replay(wanted, draws=draws)
+        self.kept = [kept for _, kept in kept_by_modules if kept.region.block not in self.plan.undefined]
+        self.kept_blocks = {kept.region.block for kept in self.kept} - {
+            target.region.block for targets in self.targets.values() for target in targets
+        }
+        self._spans = {group.index: self._span(group) for group in self.groups}
+
+    def _span(self, group: FlatGroup) -> tuple[int, int]:
+        spans = [
+            self.plan.spans[t.region.block] for t in self.targets[group.index] if t.region.block in self.plan.spans
+        ]
+        end = max(0, len(self.plan.steps) - 1)
+        return (min(first for first, _ in spans), max(last for _, last in spans)) if spans else (end, end)
+
+    def refuse_undefined(self) -> None:
+        """Refuse what ordinary construction leaves undefined, before anything has changed.
+
+        Raises:
+            UnsupportedModelError: it names the parameters.
+        """
+        missing = [
+            group.layout.slots[target.slot].name
+            for group in self.groups
+            for target in self.targets[group.index]
+            if target.region.block in self.plan.undefined
+        ]
+        if missing:
+            shown = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise UnsupportedModelError(
+                f"{shown} is left uninitialised by the constructor: its memory was made by torch.empty or the like, "
+                "and nothing filled all of it inside infinity.empty_init(). Fill it there, or pass "
+                "infinity.offload(..., init_fn=function), which is called with every module that owns parameters, or "
+                "weights=..."
+            )
+
+    def nbytes(self, counts: Counts) -> int:
+        """Bytes that the replay holds at most, of pieces of memory that count."""
+        direct = {t.region.block for targets in self.targets.values() for t in targets if t.is_direct}
+        extents = [(self._spans[g.index], g.layout.numel * g.source_dtype.itemsize) for g in self.groups]
+        for block, span in self._block_spans().items():
+            if block not in direct and block not in self.kept_blocks:
+                extents.append((span, _aligned(block.nbytes)))
+        return self.plan.peak_nbytes(extents, counts, _aligned)
+
+    def ending(self) -> dict[int, tuple[list[FlatGroup], list[Block]]]:
+        """After which step which groups are complete, and which blocks' memory is not needed any more."""
+        found: dict[int, tuple[list[FlatGroup], list[Block]]] = {}
+        for group in self.groups:
+            found.setdefault(self._spans[group.index][1], ([], []))[0].append(group)
+        for block, (_, last) in self._block_spans().items():
+            if block not in self.kept_blocks:
+                found.setdefault(last, ([], []))[1].append(block)
+        return found
+
+    def _block_spans(self) -> dict[Block, tuple[int, int]]:
+        """First and last step; a parameter is taken out of a storage that is not its own when its group is placed."""
+        spans = dict(self.plan.spans)
+        for group in self.groups:
+            for block in {target.region.block for target in self.targets[group.index]} & spans.keys():
+                first, last = spans[block]
+                spans[block] = first, max(last, self._spans[group.index][1])
+        return spans
+
+    def fill(self, runtime: Runtime, on_done: Callable[[FlatGroup], None]) -> None:
+        """Replay, and place every group when its values are complete."""
+        if self.groups or self.kept:
+            with torch.no_grad():
+                _Filling(runtime, self, on_done).run()
+
+
+class _Filling:
+    """One replay: gives blocks memory, and places groups and other tensors when their last step is done."""
+
+    def __init__(self, runtime: Runtime, recorded: RecordedValues, on_done: Callable[[FlatGroup], None]) -> None:
+        self._runtime = runtime
+        self._recorded = recorded
+        self._on_done = on_done
+        self._memory = StagingMemory(runtime)
+        self._open: dict[int, GroupStaging] = {}
+        self._taken: dict[Block, torch.Tensor] = {}
+        self._leases: dict[Block, Staged] = {}
+        self._direct = {
+            target.region.block: (group, target.slot)
+            for group in recorded.groups
+            for target in recorded.targets[group.index]
+            if target.is_direct
+        }
+        self._ending = recorded.ending()
+        self._waiting = {group.index: group for group in recorded.groups}
+
+    def run(self) -> None:
+        """Replay all."""
+        replay(self._recorded.plan, self._take, self._scratch, self._step_done)
+        for group in list(self._waiting.values()):  # nothing of them is recorded, because files hold it
+            self._place(group)
+        self._keep()
+
+    def _take(self, block: Block) -> torch.Tensor:
+        if block in self._direct:
+            group, slot = self._direct[block]
+            self._taken[block] = self._staging_of(group).parameters[slot].detach().reshape(-1).view(torch.uint8)
+        elif block in self._recorded.kept_blocks:
+            self._taken[block] = torch.empty(block.nbytes, dtype=torch.uint8)
+        elif not block.nbytes:
+            self._taken[block] = torch.empty(0, dtype=torch.uint8)
+        else:
+            staged = self._memory.take(block.nbytes, torch.uint8, "a tensor that constructors compute with")
+            self._leases[block] = staged
+            self._taken[block] = staged.values
+        return self._taken[block]
+
+    @contextmanager
+    def _scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
+        with self._memory.take(nbytes, torch.uint8, "random numbers that are not used") as staged:
+            yield staged.values
+
+    def _staging_of(self, group: FlatGroup) -> GroupStaging:
+        if group.index not in self._open:
+            group.take_over()
+            self._open[group.index] = GroupStaging(self._runtime, self._memory, group)
+        return self._open[group.index]
+
+    def _step_done(self, number: int) -> None:
+        groups, blocks = self._ending.get(number, ((), ()))
+        for group in groups:
+            self._place(group)
+        for block in blocks:
+            self._deliver_real(block)
+            self._taken.pop(block)
+            if block in self._leases:
+                self._leases.pop(block).release()
+
+    def _place(self, group: FlatGroup) -> None:
+        staging = self._staging_of(group)
+        for target in self._recorded.targets[group.index]:
+            if not target.is_direct and target.region.block in self._taken:
+                staging.parameters[target.slot].copy_(target.region.of(self._taken[target.region.block]))
+        del self._open[group.index], self._waiting[group.index]
+        staging.close(self._recorded.values)
+        self._on_done(group)
+
+    def _deliver_real(self, block: Block) -> None:
+        storage = None if block.real is None else block.real()
+        if storage is not None and block in self._recorded.real:
+            torch.empty(0, dtype=torch.uint8).set_(storage).copy_(self._taken[block][: block.nbytes])
+
+    def _keep(self) -> None:
+        """Put buffers and plain attributes into their places; what was one tensor stays one."""
+        made: dict[int, torch.Tensor] = {}
+        for kept in self._recorded.kept:
+            region = kept.region
+            memory = self._taken.get(region.block, torch.empty(0, dtype=torch.uint8))
+            tensor = torch.empty(0, dtype=region.dtype)
+            tensor.set_(memory.untyped_storage(), region.offset, region.shape, region.stride)
+            kept.holder[kept.name] = made.setdefault(id(kept.tensor), tensor)
+
+
+def _recorded(group: FlatGroup, values: FirstValues) -> list[tuple[Tape, _Target]] | None:
+    """The records of a group's parameters that files do not hold; None where one of them has none."""
+    found = []
+    for number, (slot, source) in enumerate(zip(group.layout.slots, sources_of(group), strict=True)):
+        if values.has(slot.name):
+            continue
+        origin = origin_of(source) if source.is_meta else None
+        if origin is None or origin.block.is_foreign:
+            return None
+        if origin.block.is_outdated:
+            raise UnsupportedModelError(
+                f"parameter {slot.name!r} was made under one infinity.empty_init() and changed under another, so that "
+                "the order of both is not known. Build and change the model under one"
+            )
+        region = region_of(source, origin.block)
+        is_direct = source.is_contiguous() and region.start == 0 and region.stop == origin.block.nbytes
+        found.append((origin.tape, _Target(number, region, is_direct)))
+    return found
+
+
+def _kept_by_modules(model: nn.Module, values: FirstValues) -> Iterator[tuple[Tape, _Kept]]:
+    for prefix, module in Territory(model).named_modules():
+        for holder in (module._buffers, vars(module)):
+            for name, tensor in holder.items():
+                path = f"{prefix}.{name}" if prefix else name
+                if (
+                    not isinstance(tensor, torch.Tensor)
+                    or isinstance(tensor, nn.Parameter)
+                    or not tensor.is_meta
+                    or values.has(path)
+                ):
+                    continue
+                origin = origin_of(tensor)
+                if origin is not None and not origin.block.is_foreign and not origin.block.is_outdated:
+                    yield origin.tape, _Kept(holder, name, tensor, region_of(tensor, origin.block))
+
+
+def _aligned(nbytes: int) -> int:
+    return align_up(nbytes, PAGE_NBYTES)

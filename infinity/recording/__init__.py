@@ -1,0 +1,1 @@
+"""What constructors do to tensors without memory, recorded in order and done later."""

@@ -1,0 +1,61 @@
+"""Which tape gives a tensor without memory its values.
+
+The only state of this package that outlives a `with` block, because nothing else connects a model with its recording:
+a parameter may be replaced by one of another dtype, deep-copied or tied. Keys are weak: an entry, and the tape when it
+was the last one, goes with the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from infinity.recording.tape import Origin, Tape, Track
+
+_ORIGINS: WeakKeyDictionary[torch.UntypedStorage, Origin] = WeakKeyDictionary()
+_IS_RECORDING: ContextVar[bool] = ContextVar("is_recording", default=False)
+
+
+def origin_of(tensor: torch.Tensor) -> Origin | None:
+    """The record of a tensor's storage."""
+    return _ORIGINS.get(tensor.untyped_storage())
+
+
+def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
+    """Say where a tensor's storage gets its values."""
+    _ORIGINS[tensor.untyped_storage()] = origin
+
+
+def is_recording() -> bool:
+    """Whether this thread is inside `recording_here`."""
+    return _IS_RECORDING.get()
+
+
+@contextmanager
+def recording_here() -> Iterator[None]:
+    """This thread records in the block."""
+    token = _IS_RECORDING.set(True)
+    try:
+        yield
+    finally:
+        _IS_RECORDING.reset(token)
+
+
+def advance(done: Track, before: torch.Tensor, end: torch.Tensor, replaying: Mapping[int, Tape]) -> None:
+    """A recording was replayed: those that began where it ended begin, in the order of random numbers, after it.
+
+    Args:
+        before: the state in which the generator was left by the recording that was replayed.
+        end: its state after the replay.
+        replaying: tapes of which storages may be gone already, by id.
+    """
+    tapes = {id(origin.tape): origin.tape for origin in _ORIGINS.values()} | dict(replaying)
+    for track in (track for tape in tapes.values() for track in tape.tracks if track is not done):
+        if track.generator is done.generator and torch.equal(track.start, before):
+            if torch.equal(track.left, before):
+                track.left = end
+            track.start = end

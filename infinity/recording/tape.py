@@ -1,0 +1,160 @@
+"""The record of a construction without memory: every operation that gave a storage values or drew random numbers.
+
+[Note: regions]
+Arguments are kept as regions of storages: dtype, shape, strides and offset. So operations that only make views need no
+record, and whoever repeats an operation needs memory for the storages alone. A storage is known by its `Block`.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """One storage that had no memory.
+
+    Attributes:
+        nbytes: its size; the largest, where it grew.
+        is_foreign: made outside the recording, so that what it held is unknown.
+        is_outdated: changed in another recording than the one in which it was made.
+        real: the storage, if it had memory: random numbers drawn there are replaced by those in the order recorded.
+    """
+
+    nbytes: int
+    is_foreign: bool = False
+    is_outdated: bool = False
+    real: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class Region(NamedTuple):
+    """A tensor of a recorded storage. Strides and offset in elements."""
+
+    block: Block
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def start(self) -> int:
+        """The first byte of the storage that belongs to it."""
+        return self.offset * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last one."""
+        if not self.numel:
+            return self.start
+        last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether all bytes between its first and its last belong to it."""
+        return self.stop - self.start == self.numel * self.dtype.itemsize
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in memory: 1-D bytes that stand for the storage."""
+        if not self.numel:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        flat = memory[: memory.numel() // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+def region_of(tensor: torch.Tensor, block: Block) -> Region:
+    """Where a tensor lies in its storage."""
+    return Region(block, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+
+class Constant(NamedTuple):
+    """A tensor with values that was an argument.
+
+    Attributes:
+        version: its counter of changes when it was recorded; None for a copy.
+    """
+
+    value: torch.Tensor
+    version: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One call.
+
+    Attributes:
+        args, kwargs: with `Region` and `Constant` for tensors, and the CPU for the meta device.
+        reads: whose values it needs.
+        writes: what it changes, or makes where `has_results`.
+        overwrites: nothing that `writes` held is left, and it is not read.
+        has_results: `writes` are the tensors among what it returns, in order.
+        track: whose random numbers it draws.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+    overwrites: bool = False
+    has_results: bool = False
+    track: Track | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Track:
+    """One random number generator in a recording.
+
+    Attributes:
+        generator: the default one, or one that was passed.
+        start: its state when the recording began, or when it was first used.
+        left: its state when the recording ended.
+    """
+
+    generator: torch.Generator
+    start: torch.Tensor
+    left: torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Reseeded:
+    """A generator's state was set.
+
+    Attributes:
+        after: the drawing after which it had been in the state that it was given back; None: the start.
+        state: another state; None where it was one that it had been in.
+    """
+
+    track: Track
+    after: Operation | None = None
+    state: torch.Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Tape:
+    """Operations and changes of generators, in order.
+
+    Attributes:
+        real: blocks that had memory and random numbers in it.
+    """
+
+    entries: list[Operation | Reseeded] = field(default_factory=list)
+    tracks: list[Track] = field(default_factory=list)
+    real: list[Block] = field(default_factory=list)
+
+
+class Origin(NamedTuple):
+    """Where a storage without memory gets its values."""
+
+    tape: Tape
+    block: Block
