@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ class _Target:
 class _Kept:
     """A tensor without memory that a module holds as a buffer or plain attribute."""
 
-    holder: dict[str, object]
+    holder: dict[str, Any]
     name: str
     tensor: torch.Tensor
     region: Region
