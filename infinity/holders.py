@@ -10,6 +10,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Collection
+from enum import Enum
 
 import torch
 
@@ -20,13 +21,21 @@ _OLD = 2
 _HAS_YOUNG_ONES = sys.version_info < (3, 14)  # later ones move objects between generations in other ways
 
 
+class Holder(Enum):
+    """Who holds the tensors over a memory that Python has objects for."""
+
+    NOBODY = "nobody: there are none"
+    GRAPH = "graphs or checkpoints that have saved them"
+    CODE = "code"
+
+
 def young_collections() -> int:
     """How often objects have become old so far in this process."""
     return sum(generation["collections"] for generation in gc.get_stats()[1:])
 
 
-def is_held(storage: int, made_since: int, others: Collection[int], *, in_backward: bool) -> bool:
-    """Whether Python code holds a tensor over a storage. What only a graph or a checkpoint has saved does not count.
+def holder_of(storage: int, made_since: int, others: Collection[int], *, in_backward: bool) -> Holder:
+    """Who holds tensors over a storage; code comes first.
 
     In a backward the variables of running code do not count, which cannot be told there from what checkpoints save.
 
@@ -36,11 +45,14 @@ def is_held(storage: int, made_since: int, others: Collection[int], *, in_backwa
         others: ids of tensors that do not count.
     """
     is_recent = _HAS_YOUNG_ONES and young_collections() == made_since
+    holder = Holder.NOBODY
     for generation in (*_YOUNG, *(() if is_recent else (_OLD,))):
-        held = [one for one in _found_in(generation, storage, others) if _is_in_code(one)]
-        if held and (not in_backward or are_referred_to([one() for one in held])):
-            return True
-    return False
+        if found := _found_in(generation, storage, others):
+            held = [one for one in found if _is_in_code(one)]
+            if held and (not in_backward or are_referred_to([one() for one in held])):
+                return Holder.CODE
+            holder = Holder.GRAPH
+    return holder
 
 
 def _is_in_code(reference: weakref.ref[torch.Tensor]) -> bool:

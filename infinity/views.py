@@ -12,6 +12,10 @@ takes 0.5 ms to 0.1 s; so it is done once for every *composition*: the uses of t
 nodes that autograd has made meanwhile. They are the same in every step of an ordinary model, and others as soon as code
 keeps a view. The nodes tell a view that code keeps from one that the graph of a unit that is alike saves in its place:
 the first unit of a model saves one less when its input needs no gradient, but makes as many nodes.
+
+A tensor that Python code made and the graph of a forward has saved may be kept by code too, which changes no count. So
+a forward that saves such tensors is looked through every time. In a backward that needs no care: what a checkpoint runs
+again there was run before in the forward, and what code kept of that keeps the group.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import torch
 
 from infinity.errors import NotGatheredError
 from infinity.groups import FlatGroup
-from infinity.holders import is_held, young_collections
+from infinity.holders import Holder, holder_of, young_collections
 from infinity.torch_compat import next_sequence_nr, storage_use_count, tensor_use_counts
 
 _MOST_COMPOSITIONS = 1000
@@ -119,11 +123,13 @@ class KeptGroups:
             self.searches += 1
             others = {id(own) for own in (group.flat, *group.parameters)}
             storage = group.flat.untyped_storage()._cdata
-            if is_held(storage, before.collections, others, in_backward=in_backward):
+            holder = holder_of(storage, before.collections, others, in_backward=in_backward)
+            if holder is Holder.CODE:
                 return True
-            if len(known) == _MOST_COMPOSITIONS:
-                known.clear()
-            known.add(composition)
+            if holder is Holder.NOBODY or in_backward:  # else see [Note: views in training]
+                if len(known) == _MOST_COMPOSITIONS:
+                    known.clear()
+                known.add(composition)
         return False
 
     def take_gone(self) -> list[tuple[Hashable, FlatGroup]]:

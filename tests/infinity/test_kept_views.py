@@ -338,3 +338,68 @@ def test_a_kept_view_in_place_of_one_that_a_graph_saves(offload: MakeEngine, num
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+class Scaled(nn.Module):
+    """Multiplies by a part of its weight, which the graph saves; when it is told so it keeps that very tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(31, 30))
+        self.keeps = False
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.weight[1]
+        self.last = part if self.keeps else None
+        return x * part
+
+
+class ScaledTwice(nn.Module):
+    """`reentrant`: the kind of checkpoint that it uses, if any."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Scaled() for _ in range(2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x) if self.reentrant is None else checkpoint(part, x, use_reentrant=self.reentrant)
+        return x.square().sum()
+
+    def keep(self, keeps: bool) -> None:
+        for part in self.parts:
+            part.keeps = keeps
+
+    def kept(self) -> list[Tensor]:
+        last = [part.last for part in self.parts if part.last is not None]
+        assert all(one.untyped_storage().nbytes() for one in last)  # else reading it ends the process
+        return last
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_a_kept_view_that_the_graph_saves_too(offload: MakeEngine, reentrant: bool | None) -> None:
+    """It changes no count: the graph holds the same tensor in the steps in which code does not."""
+    models = {name: build(lambda: ScaledTwice(reentrant)) for name in ("plain", "ours")}
+    offload(models["ours"], unit_classes=["Scaled"], resident_threshold=0)
+    optimizers = _optimizers(models)
+
+    def compare() -> None:
+        ours, plain = models["ours"].kept(), models["plain"].kept()
+        assert len(ours) == len(plain) == 2 * (step % 3 == 2)
+        assert all(map(torch.equal, ours, plain))
+
+    for step in range(6):
+        losses = []
+        for model in models.values():
+            model.keep(step % 3 == 2)
+            losses.append(model(torch.ones(4, 30, requires_grad=True)))
+        compare()
+        for loss in losses:
+            loss.backward()
+        compare()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        compare()
