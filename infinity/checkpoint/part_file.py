@@ -79,6 +79,8 @@ class PartFileWriter:
 
             def append(memory: memoryview) -> None:
                 nonlocal position
+                if position + memory.nbytes > span.nbytes:  # the next part would be overwritten
+                    raise ValueError(f"{name} has {span.nbytes} bytes, given were {position + memory.nbytes}")
                 for block in _blocks(memory, BLOCK_NBYTES - position % BLOCK_NBYTES):
                     write_all(fd, block, span.offset + position)
                     digest.update(block)
