@@ -126,8 +126,8 @@ class _Needs:
         match = self.values.match
         streamed = [group for group in groups if is_streamed(match, group)]
         others = [group for group in groups if group not in streamed]
-        reading = scratch_nbytes(others) if match is not None else 0
-        return max(stream_nbytes(streamed), reading + self._filling_nbytes(others))
+        reading = scratch_nbytes(others, self.piece_nbytes) if match is not None else 0
+        return max(stream_nbytes(streamed, self.piece_nbytes), reading + self._filling_nbytes(others))
 
     def _filling_nbytes(self, groups: Sequence[FlatGroup]) -> int:
         # Pieces of this rank's shard, or of one that has its place in host memory, and one for another rank.

@@ -95,12 +95,17 @@ def pieces_nbytes(group: FlatGroup, piece_nbytes: int) -> int:
     return min(group.shard_nbytes, 2 * piece_nbytes)
 
 
+def piece_nbytes(runtime: Runtime) -> int:
+    """Bytes of the pieces in which shards are written: smaller where host memory is short."""
+    return SMALL_PIECE_NBYTES if runtime.placement.chunked else PIECE_NBYTES
+
+
 def piece_numel(runtime: Runtime, group: FlatGroup) -> int:
     """Elements of the pieces in which a shard is written: all of a small one."""
-    piece_nbytes = SMALL_PIECE_NBYTES if runtime.placement.chunked else PIECE_NBYTES
-    if group.shard_nbytes <= 2 * piece_nbytes:
+    nbytes = piece_nbytes(runtime)
+    if group.shard_nbytes <= 2 * nbytes:
         return group.param_span.numel
-    return align_down(piece_nbytes // group.shard_dtype.itemsize, SHARD_ALIGN_NUMEL)
+    return align_down(nbytes // group.shard_dtype.itemsize, SHARD_ALIGN_NUMEL)
 
 
 def write_in_pieces(runtime: Runtime, group: FlatGroup, numel: int, fill: Fill) -> None:

@@ -13,13 +13,12 @@ from torch import nn
 
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
-from infinity.placing import write_in_pieces
+from infinity.placing import piece_nbytes, write_in_pieces
 from infinity.runtime import Runtime
 from infinity.territory import Territory
 from infinity.weights.match import Match, places_of
 from storage.pool import HostPool, Lease
 
-_PIECE_NUMEL = 512 * 1024
 _WIDEST = 8  # bytes of an element in a file
 _U8 = torch.uint8
 
@@ -29,23 +28,29 @@ def is_streamed(match: Match | None, group: FlatGroup) -> bool:
     return match is not None and all(slot.name in match.parts for slot in group.layout.slots)
 
 
-def stream_nbytes(groups: Sequence[FlatGroup]) -> int:
-    """Host bytes that streaming these groups holds at most beside the shards placed in host memory."""
-    return max((_piece_numel(g) * (2 * g.shard_dtype.itemsize + _WIDEST) for g in groups), default=0)
+def stream_nbytes(groups: Sequence[FlatGroup], piece_nbytes: int) -> int:
+    """Host bytes that streaming these groups holds at most beside the shards placed in host memory.
+
+    Args:
+        piece_nbytes: of the pieces in which shards are written; see placing.py.
+    """
+    sizes = ((_piece_numel(g, piece_nbytes), 2 * g.shard_dtype.itemsize + _WIDEST) for g in groups)
+    return max((numel * nbytes for numel, nbytes in sizes), default=0)
 
 
-def scratch_nbytes(groups: Sequence[FlatGroup]) -> int:
-    """Host bytes that `read_into` holds at most."""
-    return max((_piece_numel(g) * _WIDEST for g in groups), default=0)
+def scratch_nbytes(groups: Sequence[FlatGroup], piece_nbytes: int) -> int:
+    """Host bytes that `read_into` holds at most; as `stream_nbytes`."""
+    return max((_piece_numel(g, piece_nbytes) * _WIDEST for g in groups), default=0)
 
 
-def _piece_numel(group: FlatGroup) -> int:
-    return min(_PIECE_NUMEL, group.param_span.numel)
+def _piece_numel(group: FlatGroup, piece_nbytes: int) -> int:
+    """Elements of a piece; of the narrowest ones that are stored it has `piece_nbytes`."""
+    return min(piece_nbytes // 2, group.param_span.numel)
 
 
 def stream_into_memory(runtime: Runtime, match: Match, group: FlatGroup, shard: torch.Tensor) -> None:
     """Fill a shard that is in host memory for good (1-D, stored dtype)."""
-    numel = _piece_numel(group)
+    numel = _piece_numel(group, piece_nbytes(runtime))
     with _lease(runtime.pool, group, numel * _WIDEST) as lease:
         scratch = torch.frombuffer(lease.memory, dtype=_U8)
         for start in range(0, group.param_span.numel, numel):
@@ -54,7 +59,7 @@ def stream_into_memory(runtime: Runtime, match: Match, group: FlatGroup, shard: 
 
 def stream_into_store(runtime: Runtime, match: Match, group: FlatGroup) -> None:
     """Write a shard to the swap files; a piece is written while the next one is read."""
-    numel = _piece_numel(group)
+    numel = _piece_numel(group, piece_nbytes(runtime))
     with _lease(runtime.pool, group, numel * _WIDEST) as lease:
         scratch = torch.frombuffer(lease.memory, dtype=_U8)
         write_in_pieces(runtime, group, numel, lambda start, into: _fill(match, group, start, into, scratch))
@@ -65,13 +70,14 @@ def read_into(runtime: Runtime, match: Match, group: FlatGroup, parameters: Sequ
     found = [(slot, p) for slot, p in zip(group.layout.slots, parameters, strict=True) if slot.name in match.parts]
     if not found:
         return
-    with _lease(runtime.pool, group, _piece_numel(group) * _WIDEST) as lease, torch.no_grad():
+    numel = _piece_numel(group, piece_nbytes(runtime))
+    with _lease(runtime.pool, group, numel * _WIDEST) as lease, torch.no_grad():
         scratch = torch.frombuffer(lease.memory, dtype=_U8)
         for slot, parameter in found:
             whole = parameter.detach()
             flat = whole.view(-1) if whole.is_contiguous() else torch.empty(slot.numel, dtype=whole.dtype)
-            for start in range(0, slot.numel, _piece_numel(group)):
-                match.read(slot.name, start, flat[start : start + _piece_numel(group)], scratch, whole.dtype)
+            for start in range(0, slot.numel, numel):
+                match.read(slot.name, start, flat[start : start + numel], scratch, whole.dtype)
             if not whole.is_contiguous():
                 whole.copy_(flat.view(slot.shape))
 

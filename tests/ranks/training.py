@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.gradients import gradient_nbytes
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Net, batch, build, loss_of
 
@@ -80,20 +82,20 @@ def built_on(rank: int, case: Case) -> nn.Module:
         return make_net(case)
 
 
-def smallest_host(folder: Path, case: Case, size: int, **offload: Any) -> int:
-    """The smallest `host.budget` of all ranks on this machine, as the refusal of a far too small one names it."""
+def smallest_host(folder: Path, model: nn.Module, settings: dict[str, Any], **offload: Any) -> dict[str, Any]:
+    """The smallest host budget of all ranks on this machine, as the refusal of a far too small one names it."""
     with pytest.raises(infinity.PlacementError) as refusal:
-        infinity.offload(built_on(0, case), make_config(folder, case.settings | {"host": {"budget": 1}}), **offload)
+        infinity.offload(model, make_config(folder, settings | {"host": {"budget": 1}}), **offload)
     found = re.search(r"smallest host budget that works \((\d+) bytes\)", str(refusal.value))
     assert found
-    return int(found[1]) * size
+    return {"host": {"budget": int(found[1]) * int(os.environ["LOCAL_WORLD_SIZE"])}}
 
 
 def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) -> Outcome:
     """The share of one rank of the run."""
     settings = case.settings
     if case.smallest:
-        settings = settings | {"host": {"budget": smallest_host(folder, case, size, **offload)}}
+        settings = settings | smallest_host(folder, built_on(0, case), settings, **offload)
     model = built_on(rank, case)
     with infinity.offload(model, make_config(folder, settings), **offload) as engine:
         clip = case.max_norm if case.clip_in_optimizer else None
@@ -125,7 +127,8 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         outcome.metrics["swapped states"] = len(engine._runtime.states) - len(engine.plan.placement.pinned_states)
         outcome.metrics["chunked"] = len(engine.plan.placement.chunked)
         outcome.metrics["host budget"] = engine.plan.placement.host_budget_nbytes
-        outcome.metrics["largest shard"] = max(group.shard_nbytes for group in engine._runtime.groups)
+        groups = engine._runtime.groups
+        outcome.metrics["largest"] = max(max(g.shard_nbytes, g.trainable * gradient_nbytes(g)) for g in groups)
         outcome.metrics["pinned"] = engine.plan.placement.state_pinned_nbytes
         outcome.parameters = gathered_parameters(model)
     return outcome
