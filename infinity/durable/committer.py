@@ -4,9 +4,9 @@
                         └────────▶ FAILED ──recover──▶ IDLE
 
 One step at a time: the writes of the step land, then one transaction of the store makes them the last generation. No
-thread waits for the writes: updates that were deferred are written during the next forward, whenever the user's code
-runs it. The next forward goes on meanwhile, because it only reads. What overwrites stored bytes, or memory that is
-being written, waits first (`wait`): then the whole step is committed, or the one before still is.
+thread waits for the writes; they take as long as the drives do, and the last one that lands starts the transaction. The
+next forward goes on meanwhile, because it only reads. What overwrites stored bytes, or memory that is being written,
+waits first (`wait`): then the whole step is committed, or the one before still is.
 """
 
 from __future__ import annotations

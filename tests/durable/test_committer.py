@@ -37,7 +37,7 @@ def committer(store: VersionedStore, thread: ThreadPoolExecutor, told: list[Base
 
 
 def test_writes_that_have_not_landed_keep_no_thread(store: VersionedStore, thread: ThreadPoolExecutor) -> None:
-    """Deferred updates are written when the user's code runs the next forward, which may be hours later."""
+    """They take as long as the drives do; a stuck one is the training thread's to notice, which bounds its waits."""
     commits = committer(store, thread, [])
     first, second = Ticket("update of blocks.0"), Ticket("update of blocks.1")
     commits.begin(1, {}, [first, second])
