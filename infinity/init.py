@@ -160,11 +160,11 @@ def fill_shards(runtime: Runtime, values: FirstValues, on_progress: Callable[[st
     streamed = [group for group in runtime.groups if is_streamed(match, group)]
     others = [group for group in runtime.groups if group not in streamed]
     empty = [group for group in others if _is_meta(group)]
-    for group in empty:
-        _refuse_half_built(group)
     recorded = RecordedValues(runtime.model, empty, values)
-    recorded.refuse_undefined()
+    recorded.refuse_unusable()
     unrecorded = [group for group in empty if group not in recorded.groups]
+    for group in unrecorded:
+        _refuse_half_built(group)
     _refuse_uninitialised(runtime.model, unrecorded, values)
     if runtime.lockstep is not None:
         check_same_model(runtime.lockstep, runtime.model, runtime.groups)
@@ -178,13 +178,13 @@ def fill_shards(runtime: Runtime, values: FirstValues, on_progress: Callable[[st
         for group in streamed:
             _stream(runtime, match, group)
             done(group)
+    recorded.fill(runtime, done)  # before the others are copied, for it may replace random numbers in them
     for group in others:
         if group not in empty:
             if match is not None:
                 read_into(runtime, match, group, sources_of(group))
             adopt(runtime, group)
             done(group)
-    recorded.fill(runtime, done)
     materialise(runtime, unrecorded, values, done)
     if runtime.lockstep is not None:
         share_buffers(runtime.lockstep, runtime.model)
@@ -196,7 +196,7 @@ def leave_uninitialised(runtime: Runtime) -> None:
     Raises:
         UnsupportedModelError: a buffer was built on `meta`.
     """
-    RecordedValues(runtime.model, [], FirstValues()).fill(runtime, lambda group: None)
+    RecordedValues(runtime.model, [], FirstValues(), is_first=False).fill(runtime, lambda group: None)
     materialise(runtime, [], FirstValues(), lambda group: None)
     for group in runtime.groups:
         group.put_stand_ins()

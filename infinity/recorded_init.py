@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup
 from infinity.materialise import FirstValues, GroupStaging
 from infinity.placing import sources_of
-from infinity.recording.origins import origin_of
+from infinity.recording.origins import is_changed, origin_of
 from infinity.recording.plan import ReplayPlan, plan_replay
 from infinity.recording.replay import replay
 from infinity.recording.tape import Block, Region, Tape, region_of
 from infinity.runtime import Runtime
 from infinity.staging import Staged, StagingMemory
 from infinity.territory import Territory
+from infinity.units import overlapping_error
 from storage.align import PAGE_NBYTES, align_up
 
 Counts = Callable[[int], bool]
@@ -44,6 +46,19 @@ class _Target:
 
 
 @dataclass(frozen=True, slots=True)
+class _Present:
+    """A parameter of a group that has memory, among others that have none.
+
+    Attributes:
+        block: where random numbers drawn in it are replaced by those in the right order.
+    """
+
+    slot: int
+    values: torch.Tensor
+    block: Block | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
     """A tensor without memory that a module holds as a buffer or plain attribute."""
 
@@ -59,15 +74,19 @@ class RecordedValues:
     Attributes:
         groups: those of which every parameter that needs a value has a record.
         targets: of each of them by its index, the parameters that need one.
+        present: and those that have one.
         kept: buffers and plain attributes that are defined.
         kept_blocks: their storages.
         real: storages that have memory, in which random numbers were drawn out of order.
         plan: what is replayed.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[FlatGroup], values: FirstValues) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[FlatGroup], values: FirstValues, *, is_first: bool = True
+    ) -> None:
         self.values = values
         self.targets: dict[int, list[_Target]] = {}
+        self.present: dict[int, list[_Present]] = {}
         self.groups: list[FlatGroup] = []
         wanted: dict[Tape, list[Region]] = {}
         if values.init_fn is None:
@@ -76,12 +95,14 @@ class RecordedValues:
                 if found is not None:
                     self.groups.append(group)
                     self.targets[group.index] = [target for _, target in found]
+                    self.present[group.index] = _present(group, values)
                     for tape, target in found:
                         wanted.setdefault(tape, []).append(target.region)
+            wanted |= {tape: [] for tape in _tapes_of_real(model) if tape not in wanted}
         kept_by_modules = list(_kept_by_modules(model, values))
         for tape, kept in kept_by_modules:
             wanted.setdefault(tape, []).append(kept.region)
-        draws = values.match is None and bool(self.groups)
+        draws = values.match is None and values.init_fn is None and is_first
         self.real: set[Block] = set()
         for tape, regions in wanted.items():
             real = [block for block in tape.real if draws and block.real is not None and block.real() is not None]
@@ -95,24 +116,27 @@ class RecordedValues:
         self._spans = {group.index: self._span(group) for group in self.groups}
 
     def _span(self, group: FlatGroup) -> tuple[int, int]:
-        spans = [
-            self.plan.spans[t.region.block] for t in self.targets[group.index] if t.region.block in self.plan.spans
-        ]
+        blocks = {target.region.block for target in self.targets[group.index]}
+        blocks |= {present.block for present in self.present[group.index] if present.block is not None}
+        spans = [self.plan.spans[block] for block in blocks & self.plan.spans.keys()]
         end = max(0, len(self.plan.steps) - 1)
         return (min(first for first, _ in spans), max(last for _, last in spans)) if spans else (end, end)
 
-    def refuse_undefined(self) -> None:
-        """Refuse what ordinary construction leaves undefined, before anything has changed.
+    def refuse_unusable(self) -> None:
+        """Refuse parameters that share memory, or that ordinary construction leaves undefined, before anything changes.
 
         Raises:
             UnsupportedModelError: it names the parameters.
         """
-        missing = [
-            group.layout.slots[target.slot].name
-            for group in self.groups
-            for target in self.targets[group.index]
-            if target.region.block in self.plan.undefined
-        ]
+        found = [(g.layout.slots[t.slot].name, t.region) for g in self.groups for t in self.targets[g.index]]
+        by_block: dict[Block, list[tuple[int, int, str]]] = {}
+        for name, region in found:
+            by_block.setdefault(region.block, []).append((region.start, region.stop, name))
+        for spans in by_block.values():
+            for (_, stop, other), (start, _, name) in pairwise(sorted(spans)):
+                if start < stop:
+                    raise overlapping_error(name, other)
+        missing = [name for name, region in found if region.block in self.plan.undefined]
         if missing:
             shown = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise UnsupportedModelError(
@@ -152,7 +176,7 @@ class RecordedValues:
 
     def fill(self, runtime: Runtime, on_done: Callable[[FlatGroup], None]) -> None:
         """Replay, and place every group when its values are complete."""
-        if self.groups or self.kept:
+        if self.groups or self.kept or self.plan.steps:
             with torch.no_grad():
                 _Filling(runtime, self, on_done).run()
 
@@ -224,6 +248,8 @@ class _Filling:
         for target in self._recorded.targets[group.index]:
             if not target.is_direct and target.region.block in self._taken:
                 staging.parameters[target.slot].copy_(target.region.of(self._taken[target.region.block]))
+        for present in self._recorded.present[group.index]:
+            staging.parameters[present.slot].copy_(present.values)
         del self._open[group.index], self._waiting[group.index]
         staging.close(self._recorded.values)
         self._on_done(group)
@@ -248,9 +274,9 @@ def _recorded(group: FlatGroup, values: FirstValues) -> list[tuple[Tape, _Target
     """The records of a group's parameters that files do not hold; None where one of them has none."""
     found = []
     for number, (slot, source) in enumerate(zip(group.layout.slots, sources_of(group), strict=True)):
-        if values.has(slot.name):
+        if values.has(slot.name) or not source.is_meta:
             continue
-        origin = origin_of(source) if source.is_meta else None
+        origin = origin_of(source)
         if origin is None or origin.block.is_foreign:
             return None
         if origin.block.is_outdated:
@@ -258,10 +284,38 @@ def _recorded(group: FlatGroup, values: FirstValues) -> list[tuple[Tape, _Target
                 f"parameter {slot.name!r} was made under one infinity.empty_init() and changed under another, so that "
                 "the order of both is not known. Build and change the model under one"
             )
+        if is_changed(source, origin.block):
+            raise UnsupportedModelError(
+                f"parameter {slot.name!r} was changed after infinity.empty_init(), while it had no memory, so that the "
+                "change is lost. Make it inside the block, or inside `with infinity.gathered(module):` after offloading"
+            )
         region = region_of(source, origin.block)
         is_direct = source.is_contiguous() and region.start == 0 and region.stop == origin.block.nbytes
         found.append((origin.tape, _Target(number, region, is_direct)))
     return found
+
+
+def _present(group: FlatGroup, values: FirstValues) -> list[_Present]:
+    found = []
+    for number, (slot, source) in enumerate(zip(group.layout.slots, sources_of(group), strict=True)):
+        if not values.has(slot.name) and not source.is_meta:
+            origin = origin_of(source)
+            found.append(_Present(number, _alias(source), None if origin is None else origin.block))
+    return found
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, but no view: a parameter of which there is a view could not become its stand-in."""
+    alias = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _tapes_of_real(model: nn.Module) -> list[Tape]:
+    """The records of what has memory and random numbers in it."""
+    held = (t for m in Territory(model).modules() for t in (*m._parameters.values(), *m._buffers.values()))
+    # Parameters that are offloaded already are of other types, and have no storage.
+    real = [t for t in held if t is not None and type(t) in (nn.Parameter, torch.Tensor) and not t.is_meta]
+    return list(dict.fromkeys(origin.tape for t in real if (origin := origin_of(t)) is not None))
 
 
 def _kept_by_modules(model: nn.Module, values: FirstValues) -> Iterator[tuple[Tape, _Kept]]:

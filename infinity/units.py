@@ -201,13 +201,18 @@ def _refuse_overlapping(territory: Territory, parameters: Sequence[Owned]) -> No
     for start, stop, name, is_parameter in sorted(spans):
         end, other = furthest if is_parameter else furthest_parameter
         if start < end:
-            raise UnsupportedModelError(
-                f"{name!r} shares memory with {other!r} but is another tensor, so that only plain PyTorch would change "
-                f"both together. Tie parameters by using one object ({name} = {other}), or give it a copy of its own"
-            )
+            raise overlapping_error(name, other)
         furthest = max(furthest, (stop, name))
         if is_parameter:
             furthest_parameter = max(furthest_parameter, (stop, name))
+
+
+def overlapping_error(name: str, other: str) -> UnsupportedModelError:
+    """Two tensors of a model share memory."""
+    return UnsupportedModelError(
+        f"{name!r} shares memory with {other!r} but is another tensor, so that only plain PyTorch would change "
+        f"both together. Tie parameters by using one object ({name} = {other}), or give it a copy of its own"
+    )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,8 @@ import torch
 
 _aten = torch.ops.aten
 
-# These write all of their first argument and read none of it.
+# These write all of their first argument and read none of it; the first of them take nothing but numbers besides.
+_FILLING = frozenset({_aten.normal_.default, _aten.uniform_.default, _aten.fill_.Scalar, _aten.zero_.default})
 _OVERWRITING = frozenset(
     {
         *(_aten.normal_, _aten.uniform_, _aten.random_, _aten.exponential_, _aten.log_normal_, _aten.cauchy_),
@@ -41,6 +42,11 @@ class Fill(NamedTuple):
 def overwrites(func: Any) -> bool:
     """Whether an operation reads nothing of what it changes."""
     return func.overloadpacket in _OVERWRITING or any(argument.is_out for argument in func._schema.arguments)
+
+
+def fills(func: Any) -> bool:
+    """Whether an operation fills a tensor with one number, or with random ones."""
+    return func in _FILLING
 
 
 def is_empty(func: Any) -> bool:

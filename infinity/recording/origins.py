@@ -13,8 +13,10 @@ from contextvars import ContextVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.recording.tape import Origin, Tape, Track
+from infinity.recording.tape import Block, Origin, Tape, Track
 
 _ORIGINS: WeakKeyDictionary[torch.UntypedStorage, Origin] = WeakKeyDictionary()
 _IS_RECORDING: ContextVar[bool] = ContextVar("is_recording", default=False)
@@ -28,6 +30,31 @@ def origin_of(tensor: torch.Tensor) -> Origin | None:
 def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
     """Say where a tensor's storage gets its values."""
     _ORIGINS[tensor.untyped_storage()] = origin
+
+
+@contextmanager
+def noting_versions() -> Iterator[None]:
+    """Remember the state in which the parameters that modules get in the block are left at its end."""
+    seen: dict[int, nn.Parameter] = {}
+
+    def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.is_meta:
+            seen[id(parameter)] = parameter
+
+    handle = register_module_parameter_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for parameter in seen.values():
+            origin = origin_of(parameter)
+            if origin is not None:
+                origin.block.versions.add(parameter._version)
+
+
+def is_changed(parameter: torch.Tensor, block: Block) -> bool:
+    """Whether a parameter has been changed since its recording ended, which is in no record."""
+    return bool(block.versions) and parameter._version not in block.versions
 
 
 def is_recording() -> bool:

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import UnsupportedModelError
 from infinity.recording.generators import Generators
-from infinity.recording.lowering import fill_of, is_empty, overwrites
-from infinity.recording.origins import is_recording, origin_of, recording_here, set_origin
+from infinity.recording.lowering import fill_of, fills, is_empty, overwrites
+from infinity.recording.origins import is_recording, noting_versions, origin_of, recording_here, set_origin
 from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, region_of
 
 _META = torch.device("meta")
@@ -49,6 +48,7 @@ def recording() -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(generators.end)
         stack.enter_context(recording_here())
+        stack.enter_context(noting_versions())
         stack.enter_context(_META)
         recorder = stack.enter_context(_Recorder(tape, generators))
         stack.enter_context(_LostFunctions(recorder))
@@ -78,6 +78,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.inplace_view in func.tags:  # only the tensor changes, not the storage
             return func(*args, **kwargs)
         operation = self._operation(func, args, kwargs, written, draws=draws)
+        if fills(func) and args[0].is_meta:  # nothing to do without memory, and torch takes long for it
+            self._append(operation)
+            return args[0]
         args, kwargs = _all_without_memory(args, kwargs)
         try:
             result = func(*args, **kwargs)
@@ -127,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return reads[-1]
             return _CPU if isinstance(value, torch.device) and value.type == "meta" else value
 
-        encoded = tree_map(encode, args), tree_map(encode, kwargs)
+        encoded = _mapped(args, encode), _mapped(kwargs, encode)
         if not is_overwriting:
             reads += writes
         track = None
@@ -138,7 +141,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _made(self, result: Any, reads: Sequence[Region]) -> tuple[Region, ...]:
         """The tensors among the results that have new storages."""
         before = {id(region.block) for region in reads}
-        regions = [self._region(t, is_made=True) for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        regions = [self._region(t, is_made=True) for t in _tensors(result)]
         return tuple(regions) if any(id(region.block) not in before for region in regions) else ()
 
     def _making(self, func: Any, made: Operation, regions: tuple[Region, ...]) -> Operation:
@@ -221,11 +224,31 @@ def _is_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a tensor is made of what is no tensor, on a device that is not chosen."""
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     chosen = kwargs.get("device") or (len(args) > 2 and args[2])
-    return not chosen and not _tensors((data,), {})
+    return not chosen and not _tensors(data)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+def _leaves(value: Any) -> Iterator[Any]:
+    """What arguments or results consist of; they are lists, tuples and dictionaries of it at most."""
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _leaves(part)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same of other leaves."""
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(part, change) for part in value])
+    if isinstance(value, dict):
+        return {name: _mapped(part, change) for name, part in value.items()}
+    return change(value)
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [value for value in _leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _all_without_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -237,20 +260,20 @@ def _all_without_memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         is_real = isinstance(value, torch.Tensor) and value.device == _CPU and value.dim() > 0
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META) if is_real else value
 
-    return tree_map(on_meta, args), tree_map(on_meta, kwargs)
+    return _mapped(args, on_meta), _mapped(kwargs, on_meta)
 
 
 def _concerns(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call has to do with tensors that have no memory, or whose values are drawn later."""
     if any(tensor.is_meta or origin_of(tensor) is not None for tensor in _tensors(args, kwargs)):
         return True
-    return any(isinstance(value, torch.device) and value.type == "meta" for value in tree_leaves((args, kwargs)))
+    return any(isinstance(value, torch.device) and value.type == "meta" for value in _leaves((args, kwargs)))
 
 
 def _draws_elsewhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether random numbers are those of another device than the CPU."""
     devices = [tensor.device for tensor in _tensors(args, kwargs)]
-    devices += [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.device)]
+    devices += [value for value in _leaves((args, kwargs)) if isinstance(value, torch.device)]
     return any(device.type not in ("cpu", "meta") for device in devices)
 
 
@@ -261,7 +284,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     found: list[torch.Tensor] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors((args[number] if number < len(args) else kwargs.get(argument.name),), {})
+            found += _tensors((args[number] if number < len(args) else kwargs.get(argument.name),))
     return found
 
 

@@ -24,6 +24,7 @@ class Block:
         nbytes: its size; the largest, where it grew.
         is_foreign: made outside the recording, so that what it held is unknown.
         is_outdated: changed in another recording than the one in which it was made.
+        versions: counters of changes of the parameters that were of it when the recording ended.
         real: the storage, if it had memory: random numbers drawn there are replaced by those in the order recorded.
     """
 
@@ -31,6 +32,7 @@ class Block:
     is_foreign: bool = False
     is_outdated: bool = False
     real: weakref.ref[torch.UntypedStorage] | None = None
+    versions: set[int] = field(default_factory=set)
 
 
 class Region(NamedTuple):

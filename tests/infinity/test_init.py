@@ -86,7 +86,7 @@ def test_what_nothing_initialises_is_refused(offload: MakeEngine, make: type[nn.
 
 
 def test_half_built_models_are_refused(offload: MakeEngine) -> None:
-    model = _empty(Net)
+    model = _meta(Net)
     block = model.get_submodule("blocks.1")
     block.register_parameter("up_bias", nn.Parameter(torch.zeros(3)))
     block.up_bias = nn.Parameter(torch.zeros(3))

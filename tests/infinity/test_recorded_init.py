@@ -165,6 +165,29 @@ class Buffers(nn.Module):
         self.plain = torch.linspace(0, 1, 4)
 
 
+class WithMemory(nn.Module):
+    """Parameters that are made with memory in spite of all, and draw out of order, among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, 3)
+        self.legacy = nn.Parameter(torch.Tensor(3, WIDTH))
+        nn.init.xavier_uniform_(self.legacy)
+        self.explicit = nn.Parameter(torch.randn(5, device="cpu"))
+        self.array = nn.Parameter(torch.from_numpy(np.arange(3.0, dtype=np.float32)))
+        self.large = nn.Linear(WIDTH, 40, device="cpu")  # a unit of its own
+        self.rest = nn.Linear(WIDTH, 3)
+
+
+class Slices(nn.Module):
+    """Parameters that are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = torch.randn(4, WIDTH).chunk(2)
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
+
+
 class Converted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +236,7 @@ class Recurrent(nn.Module):
 
 KINDS = [
     *(Late, Raw, Applied, EveryParameter, Copies, Initialisers, Seeds, Buffers, Converted, Tied, Normalised, InParts),
-    *(Recurrent, Net, OddNet, Nested, Attention),
+    *(Recurrent, WithMemory, Slices, Net, OddNet, Nested, Attention),
 ]
 
 
@@ -521,3 +544,31 @@ def test_contexts_within_one_another_are_one(offload: MakeEngine) -> None:
     model = _empty(Outer)
     offload(model)
     assert _different(model, plain) == []
+
+
+def test_changes_after_the_context_are_not_lost_silently(offload: MakeEngine) -> None:
+    model = _empty(Late)
+    nn.init.zeros_(model.get_parameter("inner.weight"))
+    with pytest.raises(infinity.UnsupportedModelError, match=r"'inner\.weight' was changed after .* inside the block"):
+        offload(model)
+
+
+def test_what_is_replaced_by_values_after_the_context_has_these(offload: MakeEngine) -> None:
+    plain, _ = _built(Late)
+    model = _empty(Late)
+    model.register_parameter("scale", nn.Parameter(torch.arange(float(WIDTH))))
+    offload(model)
+    got = gathered_parameters(model)
+    assert torch.equal(got["scale"], torch.arange(float(WIDTH)))
+    assert torch.equal(got["inner.weight"], plain.get_parameter("inner.weight"))
+
+
+def test_parameters_that_share_memory_are_refused(offload: MakeEngine) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            values = torch.randn(3, WIDTH)
+            self.first, self.second = nn.Parameter(values), nn.Parameter(values[1:])
+
+    with pytest.raises(infinity.UnsupportedModelError, match=r"'second' shares memory with 'first'"):
+        offload(_empty(Shared))

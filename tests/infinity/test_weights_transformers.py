@@ -178,6 +178,33 @@ def test_base_of_a_peft_model_loads_and_adapters_start_as_new(offload: MakeEngin
     assert torch.equal(_logits(model.eval()), _logits(saved))
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("init", [True, "gaussian"], ids=str)
+@pytest.mark.parametrize("contexts", [1, 2])
+def test_adapters_start_with_plain_construction_s_values(
+    offload: MakeEngine, kind: str, init: bool | str, contexts: int
+) -> None:
+    """Built under one context, or the adapters under a second one."""
+    targets = {"llama": ["q_proj", "v_proj"], "gpt2": ["c_attn"]}[kind]
+    is_conv = kind == "gpt2"
+    config = peft.LoraConfig(
+        r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=init, fan_in_fan_out=is_conv
+    )
+    plain = peft.get_peft_model(_make(kind, seed=5), config)
+    after = torch.get_rng_state()
+    if contexts == 1:
+        torch.manual_seed(5)
+        with infinity.empty_init():
+            model = peft.get_peft_model(getattr(hf_models, kind)(), config)
+    else:
+        base = _empty(kind, 5)
+        with infinity.empty_init():
+            model = peft.get_peft_model(base, config)
+    offload(model, **_BUDGETS)
+    assert _different(model, plain) == []
+    assert torch.equal(torch.get_rng_state(), after)
+
+
 def test_adapters_train_like_plain_peft(offload: MakeEngine, tmp_path: Path) -> None:
     _make("llama", seed=5).save_pretrained(tmp_path / "saved")
     losses = []
