@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.plan.summary import Plan
-from infinity.plan.traffic import StepTraffic
+from infinity.plan.traffic import KindTraffic, StepTraffic
 from infinity.sizes import format_nbytes
 
 _KINDS = ("param", "state", "grad")
@@ -52,26 +53,22 @@ def _tiers(plan: Plan) -> Table:
 
 
 def _step_traffic(plan: Plan, accumulate: int, is_resumed: bool) -> Table:
-    table = Table(title="NVMe bytes per step, as computed", title_justify="left", box=box.SIMPLE, pad_edge=False)
-    table.add_column("step")
+    """A row for each kind of shard, so that no figure is cut where the terminal is narrow."""
+    title = "NVMe bytes per step, as computed"
+    table = Table("shards", title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    steps = {"first": 1 if is_resumed else 0, "later": 1}
+    for name in steps:
+        for way in ("read", "written"):
+            table.add_column(f"{name} {way}", justify="right")
+    traffics = [plan.expected_traffic(step, accumulate) for step in steps.values()]
     for kind in _KINDS:
-        table.add_column(f"{kind} read", justify="right")
-        table.add_column(f"{kind} written", justify="right")
-    table.add_column("all read", justify="right", style="bold")
-    table.add_column("all written", justify="right", style="bold")
-    first = plan.expected_traffic(1 if is_resumed else 0, accumulate)
-    later = plan.expected_traffic(1, accumulate)
-    for name, traffic in (("first", first), ("later", later)):
-        table.add_row(name, *_cells(traffic))
+        table.add_row(kind, *_cells([getattr(traffic, kind) for traffic in traffics]))
+    table.add_row("all", *_cells(traffics), style="bold")
     return table
 
 
-def _cells(traffic: StepTraffic) -> list[str]:
-    cells: list[str] = []
-    for kind in _KINDS:
-        part = getattr(traffic, kind)
-        cells += [format_nbytes(part.read_nbytes), format_nbytes(part.write_nbytes)]
-    return [*cells, format_nbytes(traffic.read_nbytes), format_nbytes(traffic.write_nbytes)]
+def _cells(moved: Sequence[StepTraffic | KindTraffic]) -> list[str]:
+    return [format_nbytes(nbytes) for one in moved for nbytes in (one.read_nbytes, one.write_nbytes)]
 
 
 def summary(report: dict[str, Any]) -> RenderableType:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from infinity.report import charts
 from infinity.report.document import KEYS, Document
 from infinity.report.record import RunRecord, RunState
-from infinity.report.tables import overview, prediction, settings, stalls, wear
+from infinity.report.tables import WHEN_IT_ENDS, overview, prediction, settings, stalls, wear
 
 
 class _Section(NamedTuple):
@@ -22,14 +22,15 @@ class _Section(NamedTuple):
     without: str
 
 
+_NO_STEP = "The run ended before its first step."
 _FIGURES = (
-    _Section("losses", "Losses", charts.losses, "Each step's loss.", "The run ended before its first step."),
+    _Section("losses", "Losses", charts.losses, "Each step's loss.", _NO_STEP),
     _Section(
         "steps",
         "Step time",
         charts.step_times,
         "What the training thread waited for, and everything else.",
-        "The run ended before its first step.",
+        _NO_STEP,
     ),
     _Section(
         "timeline",
@@ -72,12 +73,21 @@ def page(record: RunRecord) -> str:
     for section in _FIGURES:
         figure = section.make(record)
         if figure is None:
-            document.add_section(section.name, section.title, f"<p>{section.without}</p>")
+            document.add_section(section.name, section.title, f"<p>{_why_none(record, section)}</p>")
         else:
             document.add_figure(section.name, section.title, figure, f"<p>{section.caption}</p>")
     for name, title, make in _TABLES:
         document.add_section(name, title, make(record))
     return document.to_html()
+
+
+def _why_none(record: RunRecord, section: _Section) -> str:
+    """Why there is no figure."""
+    if record.state is RunState.RUNNING and section.make is charts.timeline:
+        return WHEN_IT_ENDS
+    if not record.run["step_seconds"] and section.make is not charts.timeline:
+        return _NO_STEP
+    return section.without
 
 
 def _heading(record: RunRecord) -> str:

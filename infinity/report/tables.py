@@ -8,10 +8,11 @@ from html import escape
 from typing import Any
 
 from infinity.report.palette import SERIES, colour_of_cause
-from infinity.report.record import RunRecord
+from infinity.report.record import RunRecord, RunState
 from infinity.report.remedies import remedy_of
 from infinity.sizes import format_nbytes
 
+WHEN_IT_ENDS = "This is written when the run ends."
 Cell = str | tuple[str, str]
 """Text, or text with a class."""
 
@@ -84,6 +85,8 @@ def prediction(record: RunRecord) -> str:
         ):
             there, here = expected[-1].get(key, 0), counted[-1].get(key, 0)
             rows.append(_compared(name, f"{there:,} B", f"{here:,} B", there / here - 1 if here else 0.0))
+    if not rows and record.state is RunState.RUNNING:
+        return f"<p>{WHEN_IT_ENDS}</p>"
     if not rows:
         return "<p>The run was too short for a prediction of its own.</p>"
     head = ("", ("predicted", "number"), ("measured", "number"), ("difference", "number"))
@@ -94,6 +97,8 @@ def prediction(record: RunRecord) -> str:
 def wear(record: RunRecord) -> str:
     """What the run wrote to each drive, and what that means for its life."""
     told = [str(one.get("text", "")) for one in record.run.get("wear", [])]
+    if not told and record.state is RunState.RUNNING:
+        return f"<p>{WHEN_IT_ENDS}</p>"
     if not told:
         return "<p>Nothing was written to drives, or it was not recorded.</p>"
     return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in told) + "</ul>"

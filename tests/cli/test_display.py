@@ -11,11 +11,16 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+import infinity
 from infinity.cli.console import can_redraw, is_terminal
 from infinity.cli.display import Display, step_line
 from infinity.cli.live import LiveView, clock
 from infinity.cli.records import Counters, StepRecord, seconds_of_a_step
 from infinity.cli.sparks import BLOCKS, PLAIN, bar, sparkline
+from infinity.cli.tables import preflight
+from infinity.sizes import format_nbytes
+from tests.conftest import small_config
+from tests.zoo import Net, build
 
 _MIB = float(1 << 20)
 
@@ -226,3 +231,14 @@ def test_a_step_knows_what_it_waited_for() -> None:
 def test_the_first_step_does_not_count_for_speed() -> None:
     assert seconds_of_a_step([9.0, 1.0, 2.0]) == 1.5
     assert seconds_of_a_step([9.0]) == 9.0
+
+
+def test_no_figure_of_the_plan_is_cut_on_a_narrow_terminal(tmp_path: Path) -> None:
+    console = Console(width=60, file=io.StringIO())
+    with infinity.offload(build(Net), small_config(tmp_path)) as engine:
+        console.print(preflight(engine.plan, accumulate=1, io_engine="direct", notes=(), is_resumed=False))
+        steps = [engine.plan.expected_traffic(step, 1) for step in (0, 1)]
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in output
+    (told,) = [line.split() for line in output.splitlines() if line.split()[:1] == ["all"]]
+    assert " ".join(told[1:]) == " ".join(format_nbytes(n) for one in steps for n in (one.read_nbytes, one.write_nbytes))

@@ -148,6 +148,12 @@ def test_an_empty_run_says_so() -> None:
     assert "No trace was recorded" in html
 
 
+def test_a_run_that_goes_on_says_what_comes_when_it_ends(tmp_path: Path) -> None:
+    html = page(unfinished(tmp_path, 0))
+    assert html.count("This is written when the run ends.") == 3  # timeline, prediction and wear
+    assert "run with --record" not in html  # it is
+
+
 def test_a_run_that_is_not_finished_has_a_page_of_its_rows(tmp_path: Path) -> None:
     record = unfinished(tmp_path, 3)
     assert record.run["losses"] == [1.0] * 3
