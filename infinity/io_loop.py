@@ -41,6 +41,7 @@ class IoLoop:
         self._messages: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._is_woken = False  # a wake-up is on its way, and finds what has been posted by then
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._stopped = threading.Event()
         self._closed = False
         self._closing = threading.RLock()  # nothing is handed over behind the end; finalizers may post while posting
         self._thread.start()
@@ -90,11 +91,13 @@ class IoLoop:
                 return
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._stopped.wait(_JOIN_TIMEOUT_S):
+            self._thread.join(2 * _JOIN_TIMEOUT_S)  # its own wait for what it cancels is bounded
         if self._thread.is_alive():
             _log.error("%s has not ended within %g s and is left behind", self._thread.name, _JOIN_TIMEOUT_S)
             return
-        self._cancel_all()
+        # Not by asyncio's own way, which waits forever in Python 3.11.
+        end_executor(self._executor, f"work of {self._thread.name}", _JOIN_TIMEOUT_S)
         self._loop.close()
 
     def _run_messages(self) -> None:
@@ -126,6 +129,8 @@ class IoLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        self._stopped.set()
+        self._cancel_all()  # here: the thread that closes may be running a loop of its own, as that of a notebook is
 
     def _cancel_all(self) -> None:
         pending = asyncio.all_tasks(self._loop)
@@ -139,8 +144,6 @@ class IoLoop:
             if left:
                 _log.error("%d tasks of %s do not end and are left behind", len(left), self._thread.name)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        # Not by asyncio's own way, which waits forever in Python 3.11.
-        end_executor(self._executor, f"work of {self._thread.name}", _JOIN_TIMEOUT_S)
 
 
 async def complete(coroutine: Coroutine[Any, Any, Any], ticket: Ticket) -> None:

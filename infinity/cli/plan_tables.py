@@ -105,16 +105,22 @@ def _wear(plan: StepPlan) -> Table:
     table = _table("Wear of the drives of a node", "drive", *columns)
     table.add_column("")
     for row, (read_nbytes, _) in zip(plan.wear, plan.by_drive, strict=True):
+        is_worn = row.written_per_step_nbytes > 0
         table.add_row(
             row.name,
             format_nbytes(read_nbytes),
             format_nbytes(row.written_per_step_nbytes),
-            "?" if row.share_per_1000_steps is None else f"{row.share_per_1000_steps:.2%}",
-            "?" if row.steps_to_rating is None else f"{row.steps_to_rating:,.0f}",
-            "?" if row.days_to_rating is None else f"{row.days_to_rating:,.0f}",
+            _known(row.share_per_1000_steps, ".2%") if is_worn else "0%",
+            _known(row.steps_to_rating, ",.0f") if is_worn else "never",
+            _known(row.days_to_rating, ",.0f") if is_worn else "never",
             row.warning,
         )
     return table
+
+
+def _known(value: float | None, form: str) -> str:
+    """A figure; "?" where the endurance of the drive is not known."""
+    return "?" if value is None else format(value, form)
 
 
 def changes_table(gains: Sequence[tuple[Change, float | None]]) -> Table:

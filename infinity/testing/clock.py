@@ -17,7 +17,7 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import Context
 from itertools import count
 from typing import Any, Protocol, Self, TypeVar, TypeVarTuple, Unpack
@@ -173,9 +173,21 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, _T], *, thread_grace_s: float = 0.0) -> _T:
-    """Run a coroutine on a fresh `VirtualTimeLoop` and return its result; tasks it leaves behind are cancelled."""
-    with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(thread_grace_s=thread_grace_s)) as runner:
-        return runner.run(main)
+    """Run a coroutine on a fresh `VirtualTimeLoop` and return its result; tasks it leaves behind are cancelled.
+
+    Where a loop runs in this thread already, as in a notebook, that waits, and the coroutine runs in another thread.
+    """
+
+    def run() -> _T:
+        with asyncio.Runner(loop_factory=lambda: VirtualTimeLoop(thread_grace_s=thread_grace_s)) as runner:
+            return runner.run(main)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, thread_name_prefix="infinity-virtual") as thread:
+        return thread.submit(run).result()
 
 
 _Events = list[tuple[selectors.SelectorKey, int]]

@@ -241,4 +241,6 @@ def test_no_figure_of_the_plan_is_cut_on_a_narrow_terminal(tmp_path: Path) -> No
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in output
     (told,) = [line.split() for line in output.splitlines() if line.split()[:1] == ["all"]]
-    assert " ".join(told[1:]) == " ".join(format_nbytes(n) for one in steps for n in (one.read_nbytes, one.write_nbytes))
+    assert " ".join(told[1:]) == " ".join(
+        format_nbytes(n) for one in steps for n in (one.read_nbytes, one.write_nbytes)
+    )

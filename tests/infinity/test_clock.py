@@ -190,3 +190,16 @@ def test_pytest_asyncio_runs_tests_on_the_virtual_loop(
     result = pytester.runpytest_subprocess(*options, "-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["*VirtualDeadlockError: deadlock*"])
+
+
+def test_virtual_time_runs_where_a_loop_runs_already() -> None:
+    """As in a notebook."""
+
+    async def main() -> float:
+        await asyncio.sleep(3600)
+        return asyncio.get_running_loop().time()
+
+    async def cell() -> float:
+        return run_virtual(main())
+
+    assert asyncio.run(cell()) == 3600

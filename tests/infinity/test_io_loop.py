@@ -105,9 +105,7 @@ def test_the_ticket_carries_what_went_wrong(io: IoLoop) -> None:
     settle(io)  # the loop goes on
 
 
-def test_a_message_that_raises_is_logged_and_the_next_ones_run(
-    io: IoLoop, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_message_that_raises_is_logged_and_the_next_ones_run(io: IoLoop, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise ValueError("a bug")
 
@@ -332,3 +330,26 @@ def test_work_that_does_not_heed_the_end_is_left_behind(
     io.loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(io.loop)))
     monkeypatch.undo()
     io.loop.close()
+
+
+def test_it_ends_where_a_loop_runs_already() -> None:
+    """As in a notebook, whose cells run inside one."""
+    ended: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("work")
+
+    async def cell() -> None:
+        loop = IoLoop()
+        ticket = loop.submit(work(), "work")
+        settle(loop)
+        loop.close()
+        with pytest.raises(ClosedError, match="work was cancelled"):
+            ticket.result()
+        assert loop.loop.is_closed()
+
+    asyncio.run(cell())
+    assert ended == ["work"]
