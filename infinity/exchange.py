@@ -29,6 +29,7 @@ class ParameterExchange:
         self._runtime = runtime
         self._lockstep = lockstep
         self._expected: list[tuple[GroupUpdate, Ticket]] = []
+        self._agreed_numel: int | None = None
 
     def expect(self, update: GroupUpdate) -> Ticket:
         """What completes when the update's span has been traded; until then the group counts as being updated."""
@@ -43,7 +44,7 @@ class ParameterExchange:
             RankError, StorageError: some groups hold a mixture of two steps.
         """
         for update, ticket in self._expected:
-            self._trade(update)
+            self._trade(update, self._chunk_numel())
             ticket.set_done()
         self._expected.clear()
         self._runtime.io.post(self._runtime.read_ahead.advance)
@@ -55,14 +56,21 @@ class ParameterExchange:
                 ticket.set_exception(error)
         self._expected.clear()
 
-    def _trade(self, update: GroupUpdate) -> None:
+    def _chunk_numel(self) -> int:
+        """Elements of the chunks that are traded: the fewest of any rank's plan, for budgets may differ."""
+        if self._agreed_numel is None:
+            planned = torch.tensor([self._runtime.placement.chunk_numel])
+            self._agreed_numel = int(self._lockstep.exchange(planned).min())
+        return self._agreed_numel
+
+    def _trade(self, update: GroupUpdate, chunk_numel: int) -> None:
         runtime, group, copy = self._runtime, update.state.group, update.copy
         runtime.stalls.wait(update.written, StallCause.NVME_WRITE)
         settled = runtime.io.submit(runtime.read_ahead.settle_update(copy), f"update of {group.key}")
         runtime.stalls.wait(settled, StallCause.OPTIMIZER)
         is_here = copy.state is CopyState.UPDATING
         writes: list[Ticket] = []
-        for chunk in group.layout.cut(runtime.placement.chunk_numel, group.state_span):
+        for chunk in group.layout.cut(chunk_numel, group.state_span):
             self._trade_chunk(group, chunk, copy if is_here else None, update.step, writes)
         for ticket in writes:
             runtime.stalls.wait(ticket, StallCause.NVME_WRITE)

@@ -73,6 +73,9 @@ class GradientFlow:
 
     async def _take_down_in_chunks(self, group: FlatGroup) -> None:
         gradient = self._gradients.setdefault(group.index, GroupGradient(group, self._machinery.store))
+        if self._scenario.speeds.is_async:
+            with self._time.stalled(StallCause.LINK):
+                await self._machinery.reduce(group)
         self._spills += await self._passage.take_down(gradient, self.step)
         self._device.retire(group.index, self._machinery.completed)
         gradient.present[:] = [True] * len(gradient.present)

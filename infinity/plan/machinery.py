@@ -168,18 +168,22 @@ class Machinery:
 
     def upload(self, group: FlatGroup) -> VirtualFence:
         """Start the upload of a shard and, with several ranks, its gathering."""
-        fence = self.h2d.copy(group.key, group.shard_nbytes)
-        if self._gathers is not None:
-            fence = self._gathers.copy(group.key, group.flat_nbytes, not_before_s=fence.ready_s)
-        return fence
+        return self.gather(group, self.h2d.copy(group.key, group.shard_nbytes))
+
+    def gather(self, group: FlatGroup, uploaded: VirtualFence) -> VirtualFence:
+        """Start the gathering of a group between ranks, whose shard is on its way to the device."""
+        if self._gathers is None:
+            return uploaded
+        return self._gathers.copy(group.key, group.flat_nbytes, not_before_s=uploaded.ready_s)
+
+    def reduce(self, group: FlatGroup) -> VirtualFence:
+        """Start the reduction of a gradient between ranks."""
+        return self.completed if self._reductions is None else self._reductions.copy(group.key, group.flat_nbytes)
 
     def download(self, group: FlatGroup) -> VirtualFence:
         """Start the reduction of a gradient between ranks, and its way to the host."""
-        before_s = 0.0
-        if self._reductions is not None:
-            before_s = self._reductions.copy(group.key, group.flat_nbytes).ready_s
         nbytes = group.layout.numel * GRAD_DTYPE.itemsize
-        return self.d2h.copy(group.key, nbytes, not_before_s=before_s)
+        return self.d2h.copy(group.key, nbytes, not_before_s=self.reduce(group).ready_s)
 
     def copy_s(self, group: FlatGroup) -> float:
         """Seconds of an upload that the training thread makes itself."""

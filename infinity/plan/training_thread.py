@@ -120,7 +120,8 @@ class TrainingThread:
         if copy.is_chunked:
             self._device.gathered[group.index] = await self._device.allocate(group, group.key)
             await self._passage.fill(group, machinery.read_ahead.step)
-            return machinery.completed
+            filled = machinery.completed
+            return machinery.gather(group, filled) if self._scenario.speeds.is_async else filled
         if not copy.claim():
             with self.time.stalled(StallCause.NVME_READ):
                 await machinery.read_ahead.demand(group.index)

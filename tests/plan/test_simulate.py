@@ -157,6 +157,15 @@ def test_chunked_groups_move_what_the_closed_forms_say(schedule: Schedule, spare
     assert result.end_s >= len(result.steps_s) * max(lower_bounds(scenario).values()) * (1 - 1e-6)
 
 
+def test_several_ranks_gather_and_average_what_passes_in_chunks() -> None:
+    alone = make_scenario(LARGE, schedule=Schedule.SYNCHRONOUS, in_chunks=True)
+    chunked = [alone.groups[index] for index in alone.placement.chunked]
+    assert len(chunked) > 1
+    slow = simulate(replace(alone, speeds=replace(SPEEDS, gather_bytes_per_s=1e6, reduce_bytes_per_s=1e6)))
+    between_ranks_s = sum((2 + group.trainable) * group.flat_nbytes for group in chunked) / 1e6
+    assert slow.step_s >= simulate(alone).step_s + 0.9 * between_ranks_s
+
+
 # Properties -----------------------------------------------------------------------------------------------------------
 
 

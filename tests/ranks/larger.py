@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from storage.types import Op
 from tests.parity.loops import gathered_parameters
 from tests.ranks.branching import STEPS, Experts, loss_on
 from tests.ranks.jobs import rank_and_size
-from tests.ranks.training import make_config, smallest_host
+from tests.ranks.training import Case, Outcome, make_config, smallest_host, train_share
 from tests.zoo import Block, Net, batch, build, loss_of
 
 VOCAB = 8000
@@ -148,3 +149,13 @@ def fail_in_a_chunk(folder: Path, key: str) -> None:
             backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def train_unevenly(folder: Path, stage: int) -> tuple[Outcome, Outcome]:
+    """Both ranks hold everything; then the first one alone does, and the other has the smallest budget that works."""
+    rank, size = rank_and_size()
+    case = Case(vocab=VOCAB, blocks=2, max_norm=0.1, clip_in_optimizer=True, settings=SETTINGS | {"stage": stage})
+    held = train_share(folder / "held", case, rank, size)
+    least = smallest_host(folder, build(make_large), case.settings)
+    uneven = replace(case, settings=case.settings | least) if rank == 1 else case
+    return held, train_share(folder / "uneven", uneven, rank, size)

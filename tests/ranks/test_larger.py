@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.jobs import train_cases, train_hybrid
-from tests.ranks.larger import SETTINGS, VOCAB, fail_in_a_chunk, use_every_way
+from tests.ranks.larger import SETTINGS, VOCAB, fail_in_a_chunk, train_unevenly, use_every_way
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.test_training import assert_traffic_is_the_closed_form, shares_by_case
 from tests.ranks.training import Case, Outcome, assert_as_whole, assert_same_bits, train_whole
@@ -85,6 +85,17 @@ def test_every_stage_schedule_and_precision(tmp_path: Path) -> None:
     for one, other in zip(found["stage 1"], found["stage 2"], strict=True):
         assert one.losses == other.losses
         assert_same_bits(one.parameters, other.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_need_not_chunk_alike(tmp_path: Path, stage: int) -> None:
+    """Where nodes have other budgets, or other numbers of ranks, each rank chunks what its own budget asks for."""
+    outcomes = values(run_ranks(train_unevenly, 2, tmp_path, stage))
+    for held, uneven in outcomes:
+        assert held.losses == uneven.losses
+        assert_same_bits(held.parameters, uneven.parameters)
+    assert [uneven.metrics["chunked"] for _, uneven in outcomes] == [0, 2]
 
 
 def _with(case: Case, **settings: Any) -> Case:
