@@ -17,7 +17,7 @@ _DTYPES: dict[Callable[..., Any], torch.dtype] = {
     _TENSOR.double: torch.float64,
     _TENSOR.bfloat16: torch.bfloat16,
 }
-CONVERSIONS: frozenset[Callable[..., Any]] = frozenset({*_DTYPES, _TENSOR.to, _TENSOR.cuda, _TENSOR.cpu})
+CONVERSIONS: frozenset[Callable[..., Any]] = frozenset({*_DTYPES, _TENSOR.to, _TENSOR.cuda, _TENSOR.cpu, _TENSOR.type})
 
 
 def keep_or_refuse(
@@ -51,6 +51,9 @@ def _target(
     if func is _TENSOR.cuda:
         wanted = kwargs.get("device", args[0] if args else None)
         return torch.device("cuda") if wanted is None else torch.device("cuda", torch.device(wanted).index), None
+    if func is _TENSOR.type:
+        converted = torch.empty(0).type(*args, **kwargs)
+        return converted.device, converted.dtype
     if args and isinstance(args[0], torch.Tensor):
         return args[0].device, args[0].dtype
     known = {name: value for name, value in kwargs.items() if name in ("device", "dtype", "non_blocking")}

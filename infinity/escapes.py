@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.runs import Run
 from infinity.territory import Territory
-from infinity.torch_compat import node_sequence_nr
+from infinity.torch_compat import node_sequence_nr, unbatched
 
 _LONGEST = 64
 _STANDARD = frozenset(vars(nn.Module()))
@@ -60,11 +60,8 @@ class Escapes:
     def _left_part(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or self._run is None:  # compiled code keeps nothing for itself
             return
-        if isinstance(output, torch.Tensor):
-            self._watch(output)
-        else:
-            for tensor in _tensors_in(output):
-                self._watch(tensor)
+        for tensor in _tensors_in(output):
+            self._watch(tensor)
 
     def _passed_on(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """What a module of another engine gets: a backward from anywhere inside it comes by here."""
@@ -92,7 +89,7 @@ class Escapes:
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """A tensor, or those of a short container, which may contain others."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield unbatched(value)
     elif isinstance(value, (list, tuple, dict)) and len(value) <= _LONGEST:
         for part in value.values() if isinstance(value, dict) else value:
             yield from _tensors_in(part)

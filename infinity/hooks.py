@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,9 +28,10 @@ from infinity.errors import UnsupportedModelError
 from infinity.escapes import Escapes
 from infinity.groups import Unit
 from infinity.microbatches import MicroBatches, UnitSlices, sliced_units
+from infinity.released import refuse_copy
 from infinity.runs import Run
 from infinity.territory import Territory
-from infinity.torch_compat import CheckpointRun, node_sequence_nr
+from infinity.torch_compat import CheckpointRun, node_sequence_nr, transforms, unbatched
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
@@ -96,6 +97,25 @@ def _uncompiled(hook: _Hook) -> _Hook:
     return disabled
 
 
+class _Uncopied:
+    """A hook of a module that may have no parameters of its own, which would refuse to be copied or pickled.
+
+    A module's hooks come before the modules inside it. Those of a unit are functions, as compiled modules need them.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy("a module of an offloaded model")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy("a module of an offloaded model")
+
+
 class UnitHooks:
     """The hooks of one unit, bound to its events."""
 
@@ -123,6 +143,7 @@ class UnitHooks:
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._started = None
+        self._refuse_transformed()
         self._events.pre_forward(self._unit)
         if torch.is_grad_enabled():
             run = self._started = Run.start(self._unit)
@@ -158,6 +179,15 @@ class UnitHooks:
             watch_outputs(output, self._events.before_backward(run), since=run.first)
         return joined
 
+    def _refuse_transformed(self) -> None:
+        """Derivatives of torch.func keep wrapped copies of parameters, which outlive the memory of these."""
+        if not {"Grad", "Jvp"}.isdisjoint(transforms()):
+            raise UnsupportedModelError(
+                f"module {self._unit.name!r} is called inside a derivative of torch.func (grad, vjp, jvp, jacrev, "
+                "hessian), which keeps copies of parameters that the engine cannot follow. Use torch.autograd.grad, "
+                "torch.autograd.functional or torch.autograd.forward_ad; torch.vmap works"
+            )
+
     def _refuse_hidden(self, output: Any) -> None:
         """What cannot be seen cannot be watched, and its backward would run without the unit's parameters."""
         hiding = [leaf for leaf in tree_leaves(output) if hasattr(leaf, "__dict__") and not is_dataclass(leaf)]
@@ -168,19 +198,13 @@ class UnitHooks:
                 "torch.utils._pytree.register_pytree_node"
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> UnitHooks:
-        raise TypeError(f"module {self._unit.name!r} of an offloaded model cannot be copied; save and load it instead")
-
-    def __reduce_ex__(self, protocol: Any) -> str:
-        raise TypeError(f"module {self._unit.name!r} of an offloaded model cannot be pickled; save and load it instead")
-
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested containers and dataclasses."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            found.append(unbatched(leaf))
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensors_in([getattr(leaf, part.name) for part in fields(leaf)])
     return found
@@ -223,19 +247,23 @@ class EntryHooks:
     """The hooks of a module that may be called from outside: where an outermost forward begins and ends.
 
     That is the model, but also what lies between it and its units: `generate` calls an encoder by itself.
+
+    Args:
+        is_unit: whether the module is a unit itself.
     """
 
-    def __init__(self, module: nn.Module, events: UnitEvents) -> None:
+    def __init__(self, module: nn.Module, events: UnitEvents, *, is_unit: bool) -> None:
         self._module = module
         self._events = events
+        self._is_unit = is_unit
 
     def install(self) -> list[RemovableHandle]:
         """Register the hooks; the handles remove them."""
         pre = _uncompiled(lambda module, args: self._events.enter_forward())
         post = _uncompiled(lambda module, args, output: self._events.leave_forward(output))
         return [
-            self._module.register_forward_pre_hook(pre, prepend=True),
-            self._module.register_forward_hook(post, always_call=True),
+            self._module.register_forward_pre_hook(pre if self._is_unit else _Uncopied(pre), prepend=True),
+            self._module.register_forward_hook(post if self._is_unit else _Uncopied(post), always_call=True),
         ]
 
 
@@ -295,8 +323,9 @@ def install(
                 module.register_state_dict_post_hook(_copy_into_state_dict)  # type: ignore[no-untyped-call]
             )
     # After the units': an outermost forward begins before its unit is gathered.
+    units_here = {id(unit.module) for unit in units if not unit.resident}
     for module in _entries(territory, units):
-        handles += EntryHooks(module, events).install()
+        handles += EntryHooks(module, events, is_unit=id(module) in units_here).install()
     if micro_batches > 1:
         handles += shared.install(model)
     for mine in slices.values():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeGuard, TypeVar, cast
 
@@ -126,10 +126,10 @@ class OffloadedParameter(nn.Parameter):
         return super().register_post_accumulate_grad_hook(whole)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _refuse(self.ref.name, "deepcopy")
+        refuse_copy(f"parameter {self.ref.name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self.ref.name, "pickle")
+        refuse_copy(f"parameter {self.ref.name!r}")
 
 
 def fresh_grad(parameter: OffloadedParameter) -> torch.Tensor | None:
@@ -143,10 +143,16 @@ def set_fresh_grad(parameter: OffloadedParameter, value: torch.Tensor | None) ->
     _GRAD_SET(parameter, value)
 
 
-def _refuse(name: str, operation: str) -> NoReturn:
+def refuse_copy(what: str) -> NoReturn:
+    """Raise for deepcopy and pickle, which would take a state that lies in the tiers for one that lies in the object.
+
+    Raises:
+        NotGatheredError: always.
+    """
     raise NotGatheredError(
-        f"{operation} on parameter {name!r}, whose data is not here: it is offloaded and gathered only while its "
-        "module runs. Read or edit it inside `with infinity.gathered(module):`"
+        f"{what} can neither be deep-copied nor pickled: its values and state are offloaded. To store it use "
+        "engine.save(), for values in memory infinity.state_dicts.get_model_state_dict(engine) or clones taken inside "
+        "`with infinity.gathered(module):`; for a second model build one and offload it with weights=CHECKPOINT"
     )
 
 
@@ -178,6 +184,11 @@ _REQUIRES_GRAD_GET, _REQUIRES_GRAD_SET = _REQUIRES_GRAD.__get__, _REQUIRES_GRAD.
 _REGISTER = (_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook)
 
 
+def _converts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether `Tensor.type` is given the type to convert to; without one it tells that of the tensor."""
+    return func is _TENSOR.type and (len(args) > 1 or bool(kwargs))
+
+
 class StandIn(torch.Tensor):
     """A tensor without data: it answers questions about metadata and hands every other operation to `touched`."""
 
@@ -197,7 +208,7 @@ class StandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _METADATA:
+        if func in _METADATA and not _converts(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return cls.touched(func, args, kwargs or {})
@@ -250,10 +261,10 @@ class ReleasedParameter(StandIn):
         return f"ReleasedParameter({self.ref.name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _refuse(self.ref.name, "deepcopy")
+        refuse_copy(f"parameter {self.ref.name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self.ref.name, "pickle")
+        refuse_copy(f"parameter {self.ref.name!r}")
 
 
 def become(original: nn.Parameter, stand_in: ReleasedParameter) -> ReleasedParameter:
@@ -282,7 +293,8 @@ class FreedParameter(OffloadedParameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _METADATA or func in (_GRAD_GET, _GRAD_SET) or func in _REGISTER:
+        is_metadata = func in _METADATA and not _converts(func, args, kwargs)
+        if is_metadata or func in (_GRAD_GET, _GRAD_SET) or func in _REGISTER:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:

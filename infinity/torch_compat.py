@@ -55,6 +55,18 @@ def next_sequence_nr() -> int:
     return int(torch._C._autograd._get_sequence_nr())
 
 
+def transforms() -> list[str]:
+    """The transforms of torch.func around the running code, outermost first: "Vmap", "Grad", "Jvp"."""
+    return [layer.key().name for layer in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def unbatched(tensor: Tensor) -> Tensor:
+    """The tensor behind one that a function under `torch.vmap` sees, which is part of the graph; any other itself."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def node_sequence_nr(node: Node) -> int:
     """The number that autograd has given a node."""
     return int(node._sequence_nr())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +115,17 @@ def test_trace_can_be_written(offload: MakeEngine, tmp_path: Path) -> None:
 
 def test_engines_and_models_cannot_be_copied(offload: MakeEngine) -> None:
     model = build(Net)
+    model.extra = nn.Linear(2, 2)  # resident, by which the model itself is a unit
     engine = offload(model)
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(engine)
-    with pytest.raises((TypeError, AttributeError, infinity.NotGatheredError)):
-        pickle.dumps(model)
+    copies: list[Callable[[nn.Module], object]] = [copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())]
+    for make in copies:
+        for module in (model, model.get_submodule("blocks"), model.get_submodule("head")):
+            with pytest.raises(infinity.NotGatheredError, match="can neither be deep-copied nor pickled"):
+                make(module)
+            with infinity.gathered(model), pytest.raises(infinity.NotGatheredError, match="neither be deep-copied"):
+                make(module)
 
 
 def test_metadata_of_released_parameters(offload: MakeEngine) -> None:

@@ -17,10 +17,10 @@ from torch.optim import lr_scheduler
 import infinity
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import LeakCheck, check_empty
-from tests.mechanics.test_iterations import same, train
+from tests.mechanics.test_iterations import nothing_gathered, same, train
 from tests.mechanics.test_outputs_and_uses import DYNAMO
 from tests.parity.loops import gathered_parameters
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Block, Net, batch, build, loss_of
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
 
@@ -134,6 +134,50 @@ def test_one_cycle_moves_the_momentum_of_sgd(offload: MakeEngine, schedule: str)
     assert losses[0] == losses[1]
     found = gathered_parameters(ours)
     assert not [name for name, want in plain.named_parameters() if not torch.equal(want, found[name])]
+
+
+# Transforms --------------------------------------------------------------------------------------------------------
+
+
+@SCHEDULES
+def test_vmap(offload: MakeEngine, schedule: str) -> None:
+    """A model called under `torch.vmap` has its graph behind tensors that are no part of one."""
+
+    def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        seen: list[Any] = []
+        for step in range(3):
+            ids = torch.stack([batch(step), batch(step + 5)])
+            loss = torch.vmap(model)(ids).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen += [loss.detach(), torch.vmap(torch.vmap(model))(ids)]
+        return seen
+
+    same(offload, Net, script, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+        lambda model, x: torch.func.vjp(model, x),
+        lambda model, x: torch.vmap(torch.func.jacrev(model))(x),
+    ],
+    ids=["grad", "vjp", "jacrev"],
+)
+def test_derivatives_of_torch_func_are_refused(offload: MakeEngine, transform: Callable[..., Any]) -> None:
+    """By name; those of torch.autograd give the same."""
+    x = torch.linspace(-1, 1, 37).view(1, 37)
+    ours = build(lambda: nn.Sequential(Block(), Block()))
+    expected = torch.autograd.functional.jacobian(ours, x)
+    engine = offload(ours)
+    with pytest.raises(infinity.UnsupportedModelError, match=r"'0' is called inside a derivative of torch.func"):
+        transform(ours, x)
+    assert torch.equal(torch.autograd.functional.jacobian(ours, x), expected)
+    engine.reset_iteration()
+    nothing_gathered(engine)
 
 
 # Engines one after another and beside each other -------------------------------------------------------------------
