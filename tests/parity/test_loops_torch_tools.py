@@ -162,7 +162,7 @@ def test_vmap(offload: MakeEngine, schedule: str) -> None:
     "transform",
     [
         lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
-        lambda model, x: torch.func.vjp(model, x),
+        torch.func.vjp,
         lambda model, x: torch.vmap(torch.func.jacrev(model))(x),
     ],
     ids=["grad", "vjp", "jacrev"],
