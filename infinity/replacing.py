@@ -34,6 +34,8 @@ def replaced_file(path: StrPath, *, newline: str | None = None) -> Iterator[IO[s
         if path.exists():
             shutil.copymode(path, beside)
         os.replace(beside, path)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(beside):
+            error.filename = str(path)  # what was asked for
         raise

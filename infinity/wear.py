@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from types import TracebackType
 
 from infinity.config import WearAction
 from infinity.engine import Engine
@@ -77,6 +78,15 @@ class WearWatch(Closing):
     def close(self) -> None:
         """Enter what has been written since the last time. Idempotent; before the engine closes."""
         self._guard.flush()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._engine.metrics()  # waits for the writes of the last step, which count too
+        finally:
+            self.close()
 
     def _any_rank(self, *, must_stop: bool) -> bool:
         lockstep = self._engine._runtime.lockstep

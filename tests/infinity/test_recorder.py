@@ -9,10 +9,14 @@ import pytest
 
 import infinity
 from infinity.plan.ledger import WearLedger
+from infinity.replacing import replaced_file
 from infinity.report.record import RunRecord, RunState
 from infinity.report.recorder import RunRecorder
 from infinity.wear import WearWatch
+from storage.backends.base import Backend
+from storage.backends.faulty import Fault, FaultyBackend
 from storage.devices import identify_device
+from storage.types import Op
 from tests.conftest import small_config
 from tests.full_disk import full_disk
 from tests.infinity.test_bridge import config, train
@@ -42,11 +46,47 @@ def test_what_a_recorded_loop_writes_is_in_the_record_and_once_in_the_ledger(
         with RunRecorder(of_engine, tmp_path / "both") as recorder:
             recorder.step(loss=0.0)
             wear.step_ended()
-        engine.metrics()
         store = engine._runtime.store
         assert store is not None
         written += store.drive_report()[0].write.nbytes
     assert WearLedger().written_nbytes(device) == written
+
+
+def test_the_writes_of_the_last_step_are_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on their way when the block of a `WearWatch` ends."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    model = build(Net)
+
+    def slow(backend: Backend) -> Backend:
+        faulty = FaultyBackend(backend)
+        faulty.inject(Fault.SLOW, op=Op.WRITE, times=None, delay_s=0.05)
+        return faulty
+
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    with infinity.offload(model, small_config(swap, host={"budget": "300KiB"}), wrap_backend=slow) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        with WearWatch(engine) as wear:
+            train(model, optimizer, range(2))
+            wear.step_ended()
+        store = engine._runtime.store
+        assert store is not None
+        written = store.drive_report()[0].write.nbytes
+        engine.metrics()
+        assert store.drive_report()[0].write.nbytes == written
+    assert WearLedger().written_nbytes(identify_device(swap)) == written > 0
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    with full_disk(3), pytest.raises(OSError, match="File too large"), replaced_file(path) as file:
+        file.write("too much")
+    assert path.read_text() == "before"
+    missing = tmp_path / "missing" / "file"
+    with pytest.raises(OSError, match=f"No such file or directory: '{missing}'"), replaced_file(missing):
+        pass
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_training_outlives_its_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
