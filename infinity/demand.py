@@ -90,6 +90,10 @@ class Sizes:
         sizes._choose(chunked)
         return sizes
 
+    def group_nbytes(self, index: int) -> int:
+        """Everything of a group: shard, state and gradient."""
+        return self.shard_nbytes[index] + self.state_nbytes[index] + self.gradient_nbytes[index]
+
     def _choose(self, chunked: frozenset[int]) -> None:
         self.chunked = chunked
         self.working_set_nbytes = self._working_set_nbytes()

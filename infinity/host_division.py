@@ -5,11 +5,17 @@ A parameter byte kept in host memory saves a read in forward, a read in backward
 schedule, a read in `step()`), and two more reads for every further unit that shares it; a state byte saves one read
 and one write; a gradient byte that need not be spilled saves a write and a read. Pinning a fixed set is optimal for
 cyclic access (PLANNING section 4), so no cache policy is needed.
+
+[Note: small groups]
+A transfer takes time beside its bytes: it waits in queues, and the first and last ones of a pass are waited for. Small
+groups (embeddings of a few rows, heads, single layers) cost as much of that as large ones and next to no memory, so
+everything of theirs comes to host memory first, smallest first, as long as that takes a small part of the minimum.
+A larger budget never takes it away again: a division in which fewer groups pass in chunks has to hold it as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from infinity.config import Schedule
 from infinity.demand import MIN_CHUNK_NUMEL, Request, Sizes, Term, chunkings, smallest_chunk_numel
@@ -22,19 +28,38 @@ from storage.align import align_down
 _TARGET_CHUNK_NBYTES = 16 * MIB
 _TARGET_PASSAGE_NBYTES = 4 * MIB
 _PIPELINE_DEPTH = 3
+_SMALL_PART = 8  # small groups take at most one part in so many of what a step needs at least
+_GRADIENTS_AHEAD = 4  # gradients of so many units wait for their updates, so that backward does not wait for these
 
 
 def divide_host(request: Request, sizes: Sizes) -> HostDivision:
     """The division of the host budget in which as few groups as possible pass host memory in chunks; minimum only.
 
-    Where none fits in the budget it is the one that needs least.
+    It holds small groups as well, see [Note: small groups]. Where none with them fits in the budget it is the one that
+    needs least.
     """
-    divisions = [HostDivision(request, sizes.in_chunks(chunked)) for chunked in chunkings(sizes)]
-    for division in divisions:
-        division.smallest_nbytes = min(other.minimum_nbytes for other in divisions)
-        division.whole_nbytes = divisions[0].minimum_nbytes
-    fitting = (division for division in divisions if division.minimum_nbytes <= request.host_budget_nbytes)
-    return next(fitting, min(divisions, key=lambda division: division.minimum_nbytes))
+    whole = HostDivision(request, sizes)
+    small = small_groups(sizes, whole.minimum_nbytes // _SMALL_PART)
+    divisions = [HostDivision(request, sizes.in_chunks(chunked), small) for chunked in chunkings(sizes)]
+    smallest = min(divisions, key=lambda division: division.minimum_nbytes)
+    fitting = [d for d in divisions if d.minimum_nbytes + d.small_nbytes <= request.host_budget_nbytes]
+    chosen = next(iter(fitting), smallest)
+    chosen.smallest_nbytes = smallest.minimum_nbytes
+    chosen.whole_nbytes = whole.minimum_nbytes
+    if smallest.chunked:
+        chosen.whole_nbytes += divisions[0].small_nbytes
+    return chosen
+
+
+def small_groups(sizes: Sizes, limit_nbytes: int) -> list[int]:
+    """Indices of the smallest groups, smallest first, all of which together has at most so many bytes."""
+    chosen: list[int] = []
+    for index in sorted((g.index for g in sizes.streamed), key=lambda i: (sizes.group_nbytes(i), i)):
+        limit_nbytes -= sizes.group_nbytes(index)
+        if limit_nbytes < 0:
+            break
+        chosen.append(index)
+    return chosen
 
 
 class HostDivision:
@@ -47,11 +72,13 @@ class HostDivision:
         minimum_nbytes: of this division.
         smallest_nbytes: of the one that needs least.
         whole_nbytes: of the one in which no group passes host memory in chunks.
+        small_nbytes: beside the minimum, to hold small groups.
     """
 
-    def __init__(self, request: Request, sizes: Sizes) -> None:
+    def __init__(self, request: Request, sizes: Sizes, small: Sequence[int] = ()) -> None:
         self._request = request
         self._sizes = sizes
+        self._small = [index for index in small if index not in sizes.chunked]
         self.notes: list[str] = []
         self.holds_gradients = request.schedule is not Schedule.OVERLAPPED
         self.chunk_numel = self._smallest_chunk()
@@ -76,6 +103,13 @@ class HostDivision:
         self.window_nbytes = max(self.window_nbytes, self._missing_for_staging())
         self.minimum_nbytes = sum(term.nbytes for term in self.terms())
         self.smallest_nbytes = self.whole_nbytes = self.minimum_nbytes
+        self.small_nbytes = sum(self._added_nbytes(index) for index in self._small)
+
+    def _added_nbytes(self, index: int) -> int:
+        """What a group that is in host memory for good adds to the minimum."""
+        sizes = self._sizes
+        gradient_nbytes = sizes.held_gradient_nbytes[index] if self.holds_gradients else 0
+        return sizes.shard_nbytes[index] + sizes.state_nbytes[index] + gradient_nbytes
 
     def _smallest_chunk(self) -> int:
         largest = max((g.state_span.numel for g in self._sizes.streamed), default=SHARD_ALIGN_NUMEL)
@@ -128,8 +162,12 @@ class HostDivision:
         return self._request.host_budget_nbytes - sum(term.nbytes for term in self.terms())
 
     def give_out(self) -> None:
-        """Spend what the minimum leaves: smooth flow first, then no spilling, then pinning by value, then window."""
+        """Spend what the minimum leaves.
+
+        Small groups first, then smooth flow, no spilling, pinning by value, window.
+        """
         sizes = self._sizes
+        self._hold_small()
         self._deepen_pipeline()
         self._lengthen_passage()
         self.window_nbytes = self._grown(self.window_nbytes, 2 * sizes.working_set_nbytes)
@@ -137,18 +175,37 @@ class HostDivision:
             self.transit_nbytes = self._grown(self.transit_nbytes, 2 * self.transit_nbytes)
             self._hold_gradients()
         else:
-            self.gradients_nbytes = self._grown(self.gradients_nbytes, 2 * max(sizes.unit_gradients_nbytes, default=0))
+            self._wait_for_updates(2)
         self.window_nbytes = self._grown(self.window_nbytes, 4 * sizes.working_set_nbytes)
         self._pin(self.pinned_params, sizes.shard_nbytes, by_uses=True)
         streamed = [g for g in sizes.streamed if g.index not in self.pinned_params | self.chunked]
         if not streamed:
             self.window_nbytes = self._missing_for_staging()  # nothing is read ahead any more
+            if not self.holds_gradients:
+                self._wait_for_updates(_GRADIENTS_AHEAD)
         self._pin(self.pinned_states, sizes.state_nbytes)
         self.window_nbytes = self._grown(self.window_nbytes, sum(g.shard_nbytes for g in streamed))
         if not streamed:
             self.window_nbytes = 0
         if not self.holds_gradients:  # some may have to wait for the end of backward; see GradientSpill
             self.gradients_nbytes = self._grown(self.gradients_nbytes, sum(sizes.held_gradient_nbytes.values()))
+
+    def _hold_small(self) -> None:
+        """Everything of small groups; see [Note: small groups]."""
+        for index in self._small:
+            if self._added_nbytes(index) > self._left_nbytes():
+                return
+            self.pinned_params.add(index)
+            if self._sizes.state_nbytes[index]:
+                self.pinned_states.add(index)
+            if self.holds_gradients:
+                self.gradients_nbytes += self._sizes.held_gradient_nbytes[index]
+                self.spilled.discard(index)
+
+    def _wait_for_updates(self, n_units: int) -> None:
+        """Room for the gradients of so many units, of which one is computed while others wait for their updates."""
+        largest_nbytes = max(self._sizes.unit_gradients_nbytes, default=0)
+        self.gradients_nbytes = self._grown(self.gradients_nbytes, n_units * largest_nbytes)
 
     def _deepen_pipeline(self) -> None:
         """Room for several chunks at a time, then for larger ones.

@@ -301,6 +301,23 @@ def test_spilling_is_told(schedule: Schedule) -> None:
         assert plan.notes == ()
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_small_groups_stay_from_the_first_budget_that_holds_them_on(schedule: Schedule) -> None:
+    """They are not given up for groups that no longer pass in chunks, nor for larger ones that stay."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(1024, 1024), nn.Linear(64, 96), nn.Linear(1024, 1024))
+    request = request_of(model, schedule=schedule)
+    small = {0, 2}
+    least, (whole, _) = smallest_host_nbytes(request), minima(request)
+    budgets_nbytes = [least + (whole - least) * part // 20 for part in range(100)]
+    plans = [plan_at(request, budget) for budget in budgets_nbytes]
+    stays = [small <= plan.pinned_params & plan.pinned_states - plan.spilled_gradients for plan in plans]
+    assert stays == sorted(stays)
+    assert any(plan.chunked and is_held for plan, is_held in zip(plans, stays, strict=True))
+    assert [bool(plan.chunked) for plan in plans] == [budget < whole for budget in budgets_nbytes]
+    assert all(is_held or plan.chunked for plan, is_held in zip(plans, stays, strict=True))
+
+
 # In chunks --------------------------------------------------------------------------------------------------------
 
 

@@ -161,8 +161,44 @@ IN_MEMORY = request_of(
     dram=200e9,
     optimizer_s=2e-9,
 )
+# Window and transit of groups that no longer passed in chunks took the memory of small groups.
+WHOLE = request_of(
+    2, 1024, Schedule.SYNCHRONOUS, host=2.0, device=3.0, write_ratio=0.25, duplex=0.0, efficiency=0.3
+)
+# One more shard that stayed took the memory in which states of small groups had stayed.
+DISPLACED = request_of(
+    2,
+    1024,
+    Schedule.DEFERRED,
+    host=11.4,
+    device=2.68,
+    write_ratio=1.0,
+    latency_s=1e-4,
+    duplex=0.0,
+    drives=3,
+    efficiency=0.003,
+    link=5e9,
+    optimizer_s=2e-9,
+)
+# One more state that stayed took the memory in which gradients waited for their updates.
+GRADIENTS = request_of(
+    8,
+    1024,
+    Schedule.OVERLAPPED,
+    host=10.968,
+    device=1.45,
+    read=7e9,
+    write_ratio=0.25,
+    drives=3,
+    efficiency=0.03,
+    dram=200e9,
+    has_gpu=False,
+)
 
 
+@example(request=WHOLE, what="host memory", factor=2.0)
+@example(request=DISPLACED, what="host memory", factor=1.05)
+@example(request=GRADIENTS, what="host memory", factor=1.05)
 @example(request=IN_MEMORY, what="host memory", factor=4.0)  # updates of one moment ran in any order
 @FEW
 @given(request=requests(), what=st.sampled_from(sorted(MORE)), factor=st.sampled_from([1.05, 1.3, 2.0, 4.0]))
