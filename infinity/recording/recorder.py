@@ -74,7 +74,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not draws and not _concerns(args, kwargs):
             return func(*args, **kwargs)
         if func.overloadpacket in _READS_VALUES or _leaves_meta(func, args, kwargs):
-            raise _needs_values(func)
+            is_empty_one = any(tensor.is_meta for tensor in _tensors(args))
+            raise _needs_values(func) if is_empty_one else _needs_order(func)
         if torch.Tag.inplace_view in func.tags:  # only the tensor changes, not the storage
             return func(*args, **kwargs)
         operation = self._operation(func, args, kwargs, written, draws=draws)
@@ -180,7 +181,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not tensor.is_meta:
             block.real = weakref.ref(storage)
             self._tape.real.append(block)
-            if not is_made and not starts_undefined:
+            if not is_made and not (starts_undefined and tensor.nbytes == storage.nbytes()):
                 whole = tensor.new_empty(0).set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
                 region = Region(block, whole.dtype, tuple(whole.shape), (1,), 0)
                 copied = (region, Constant(whole.clone()))
@@ -299,6 +300,14 @@ def _needs_values(func: Any) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{func} needs the values of a tensor that infinity.empty_init() has made without memory. Make that tensor "
         "with device='cpu', so that it has values at once, or build the model outside infinity.empty_init()"
+    )
+
+
+def _needs_order(func: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{func} asks for random numbers before those of the constructors that infinity.empty_init() has recorded are "
+        "drawn, so that it would get others. Take numbers that decide something from Python's random module or from "
+        "NumPy, or build the model outside infinity.empty_init()"
     )
 
 

@@ -21,7 +21,7 @@ from infinity.groups import ALONE
 from infinity.init import staging_nbytes
 from infinity.optim.kernels import kernel_for
 from infinity.units import partition
-from tests.conftest import MakeEngine
+from tests.conftest import MakeEngine, small_config
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Attention, Nested, Net, OddNet
 
@@ -177,6 +177,8 @@ class WithMemory(nn.Module):
         self.array = nn.Parameter(torch.from_numpy(np.arange(3.0, dtype=np.float32)))
         self.large = nn.Linear(WIDTH, 40, device="cpu")  # a unit of its own
         self.rest = nn.Linear(WIDTH, 3)
+        self.register_buffer("partly", torch.arange(6.0, device="cpu"))
+        self.get_buffer("partly")[2:4].normal_()
 
 
 class Slices(nn.Module):
@@ -289,6 +291,11 @@ def test_same_values_as_ordinary_construction(offload: MakeEngine, make: Callabl
 def test_what_needs_values_at_once_is_refused(make: Callable[[], Any]) -> None:
     with infinity.empty_init(), pytest.raises(infinity.UnsupportedModelError, match=r"aten\..*device='cpu'"):
         make()
+
+
+def test_decisions_by_random_numbers_are_refused() -> None:
+    with infinity.empty_init(), pytest.raises(infinity.UnsupportedModelError, match=r"asks for random numbers before"):
+        torch.rand(1, device="cpu").item()
 
 
 class Undefined(nn.Module):
@@ -572,3 +579,16 @@ def test_parameters_that_share_memory_are_refused(offload: MakeEngine) -> None:
 
     with pytest.raises(infinity.UnsupportedModelError, match=r"'second' shares memory with 'first'"):
         offload(_empty(Shared))
+
+
+def test_buffers_without_memory_when_a_run_is_resumed(offload: MakeEngine, tmp_path: Any) -> None:
+    """Only they are initialised; no numbers are drawn for parameters whose values the swap files hold."""
+    plain, _ = _built(Buffers)
+    settings: dict[str, Any] = {"durability": "step", "host": {"budget": "4MiB"}}
+    first = _empty(Buffers)
+    offload(first, **settings).close()
+    second = _empty(Buffers, seed=4)
+    with infinity.offload(second, small_config(tmp_path, **settings), resume=True):
+        assert torch.equal(gathered_parameters(second)["line.weight"], plain.get_parameter("line.weight"))
+        for name in ("frequencies", "mask", "table", "norm.running_var"):
+            assert torch.equal(second.get_buffer(name), plain.get_buffer(name)), name
