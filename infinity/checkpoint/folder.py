@@ -205,7 +205,8 @@ def _swap(made: Path, path: Path) -> None:
 
 def before_of(path: Path) -> Path:
     """Where the old folder is for a moment, on file systems that cannot exchange two names."""
-    return path.with_name(f".{path.name}.before")
+    path = Path(os.path.abspath(path))  # "." has no name of its own
+    return path.parent / f".{path.name}.before"
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 from infinity.bench.machine import describe_machine
+from infinity.checkpoint.folder import refuse_other
+from infinity.checkpoint.format import INDEX_FILE
 from infinity.cli import baseline
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, make_folder, write_json, write_text
@@ -18,11 +21,12 @@ from infinity.cli.settings import RunSettings, resolve
 from infinity.cli.stopping import deferred
 from infinity.cli.tables import summary
 from infinity.cli.train_options import TrainOptions
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.plan.calibration import CalibrationFile, Residual, now
 from infinity.plan.observed import Prediction
 from infinity.plan.scheduler_trace import to_text
 from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE
+from storage.filesystems import existing_part
 
 
 def train(options: TrainOptions) -> None:
@@ -44,6 +48,7 @@ def train(options: TrainOptions) -> None:
         scheduler_trace=options.scheduler_trace,
     )
     _check_resume(options)
+    _check_save(options)
     if options.baseline:
         baseline.check_memory(settings.training)
     map_large_blocks()
@@ -100,6 +105,19 @@ def _compare(
     training = replace(settings.training, steps=first_step + settings.training.steps)
     plain = baseline.run_baseline(training)
     return baseline.compare(plain, losses, hashes, settings.config.precision, training)
+
+
+def _check_save(options: TrainOptions) -> None:
+    """What could not be saved at the end is refused at the beginning."""
+    if options.save is None:
+        return
+    try:
+        refuse_other(options.save, lambda there: (there / INDEX_FILE).exists())
+    except CheckpointError as error:
+        raise ConfigError(f"--save {error}") from None
+    above = existing_part(options.save.absolute().parent)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"--save {options.save}: nothing can be written in {above}; give another folder")
 
 
 def _check_resume(options: TrainOptions) -> None:

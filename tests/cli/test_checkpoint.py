@@ -99,6 +99,15 @@ def test_verify_finds_everything_that_is_wrong(saved: Path, tmp_path: Path) -> N
     assert len(content["problems"]) == 4
 
 
+def test_no_checkpoint_here_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (("verify", "."), ("inspect", "/"), ("export", ".", "out")):
+        code, _, error = call("checkpoint", *command)
+        assert code == 1
+        assert f"there is no checkpoint at {command[1]}" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_index_is_told(saved: Path, tmp_path: Path) -> None:
     folder = _copy(saved, tmp_path / "copy")
     (folder / "checkpoint.json").write_text((folder / "checkpoint.json").read_text().replace('"step":2', '"step":3'))

@@ -76,6 +76,8 @@ def test_help_does_not_import_torch() -> None:
         (["--host-budget", "20G"], "did you mean 20GiB"),
         (["--hidden", "100", "--heads", "3"], "multiple of heads"),
         (["--durability", "step"], "add --nvme DIR"),
+        (["--save", "/dev/null"], "--save /dev/null is there and is not a checkpoint"),
+        (["--save", "/dev/null/run"], "nothing can be written in /dev/null"),
         (["--durability", "checkpoint"], "add --save DIR"),
         (["--durability", "always"], "allowed: 'none', 'checkpoint', 'step'"),
         (["--schedule", "overlapped", "--accumulate", "2"], "contradicts --accumulate"),
