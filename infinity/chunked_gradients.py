@@ -15,7 +15,7 @@ import torch
 from infinity.devices.base import Device, DeviceBlock
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_spill import GradientSpill
-from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, largest_magnitude
+from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart, gradient_key, largest_magnitude
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk, ChunkPiece, FlatSpan
 from infinity.observe.stalls import StallCause, StallClock
@@ -143,13 +143,15 @@ class ChunkedGradients:
 
         self._read(gradient, overlapping, step, use_part)
 
-    def put(self, gradient: GroupGradient, slot: int, value: torch.Tensor, step: int) -> None:
-        """Make `value` (1-D, on any device) the gradient of one slot."""
+    def put(self, gradient: GroupGradient, slot: int, read: ReadPart, step: int) -> torch.Tensor:
+        """Make what `read` gives the gradient of one slot; its largest magnitude, NaN if there is one."""
+        peaks: dict[int, torch.Tensor] = {slot: torch.zeros(())}
         for chunk in self._chunks(gradient, slot):
             with self._changing(gradient, chunk, step, reads=_is_there(gradient, chunk)) as values:
                 for piece in _of_slot(chunk, slot):
-                    first = _first_in_slot(gradient, chunk, piece)
-                    values[piece.start : piece.stop].copy_(value[first : first + piece.stop - piece.start])
+                    read(_first_in_slot(gradient, chunk, piece), values[piece.start : piece.stop])
+                    _raise_peak(peaks, slot, values[piece.start : piece.stop])
+        return peaks[slot]
 
     def peak(self, gradient: GroupGradient, slot: int, step: int) -> torch.Tensor:
         """The largest magnitude of the gradient of one slot (0-dim, in host memory), NaN if there is one."""

@@ -9,7 +9,7 @@ import torch
 
 from infinity.chunked_gradients import ChunkedGradients
 from infinity.gradient_sink import GradientSink
-from infinity.gradients import GRAD_DTYPE, GroupGradient
+from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.passage import Passage
@@ -89,15 +89,15 @@ class ChunkedGradientSink(PassingGradientSink):
 
     # Step ------------------------------------------------------------------------------------------------------
 
-    def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
+    def put(self, group: FlatGroup, slot: int, read: ReadPart) -> None:
         if group.index not in self._chunked:
-            super().put(group, slot, value)
+            super().put(group, slot, read)
             return
         gradient = self._open(group)
         gradient.present[slot] = False  # what it was is not added to
         gradient.norms.pop(slot, None)
-        self._chunks.put(gradient, slot, value.reshape(-1), self.step)
-        gradient.peaks[slot] = [self._peak(value)]
+        gradient.peaks[slot] = [self._chunks.put(gradient, slot, read, self.step)]
+        self.n_passes += 1
         gradient.present[slot] = True
 
     def _look_for_peaks(self, gradient: GroupGradient, slots: Sequence[int]) -> None:

@@ -20,7 +20,7 @@ from infinity.errors import PlacementError, UnsupportedModelError
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_measures import MeasuredGradients
 from infinity.gradient_spill import GradientSpill
-from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, gradient_nbytes
+from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.observe.stalls import StallCause, StallClock
@@ -197,11 +197,11 @@ class GradientSink(MeasuredGradients):
         gradient.peaks.pop(slot, None)
         return gradient.slot_view(slot).view(place.shape)
 
-    def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
-        """Make `value` (of the slot's shape, on any device) the gradient of one parameter."""
+    def put(self, group: FlatGroup, slot: int, read: ReadPart) -> None:
+        """Make what `read` gives the gradient of one parameter."""
         gradient = self._open(group)
-        gradient.slot_view(slot).copy_(value.reshape(-1))
-        gradient.peaks[slot] = [self._peak(value)]
+        read(0, gradient.slot_view(slot))
+        gradient.peaks[slot] = [self._peak(gradient.slot_view(slot))]
         gradient.present[slot] = True
         gradient.norms.pop(slot, None)
         self.settle(group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from infinity.devices.base import Fence
@@ -12,6 +14,7 @@ from infinity.shard_io import ShardIo
 from storage.types import Priority, Ticket, TrafficTag
 
 GRAD_DTYPE = torch.float32
+ReadPart = Callable[[int, torch.Tensor], object]  # fills a 1-D tensor with a gradient's elements from the given one on
 
 
 def gradient_nbytes(group: FlatGroup) -> int:
@@ -28,6 +31,12 @@ def largest_magnitude(values: torch.Tensor) -> torch.Tensor:
     """0-dim, on the device of `values`; NaN if there is one. No copy, and nothing waits."""
     norm: torch.Tensor = torch.linalg.vector_norm(values, float("inf")) if values.numel() else torch.zeros(())
     return norm
+
+
+def parts_of(value: torch.Tensor) -> ReadPart:
+    """The elements of a tensor of any shape, on any device."""
+    flat = value.reshape(-1)
+    return lambda start, into: into.copy_(flat[start : start + into.numel()])
 
 
 class GroupGradient:
@@ -60,6 +69,10 @@ class GroupGradient:
         place, span = self.group.layout.slots[slot], self.group.grad_span
         start = min(max(place.offset, span.start), span.stop)
         return self.tensor[start - span.start : max(min(place.stop, span.stop), start) - span.start]
+
+    def first_in_slot(self, slot: int) -> int:
+        """Which element of its parameter a `slot_view` begins with."""
+        return max(self.group.grad_span.start - self.group.layout.slots[slot].offset, 0)
 
     def submit_read(
         self, chunk: Chunk, memory: memoryview, step: int, priority: Priority = Priority.READ_AHEAD

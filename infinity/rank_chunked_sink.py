@@ -10,7 +10,7 @@ import torch
 
 from infinity.chunked_sink import PassingGradientSink
 from infinity.devices.base import DeviceBlock, Fence
-from infinity.gradients import GroupGradient
+from infinity.gradients import GroupGradient, ReadPart
 from infinity.rank_gradients import RankGradientSink
 from infinity.square_sums import SquareSums
 
@@ -35,11 +35,11 @@ class ChunkedRankGradientSink(PassingGradientSink, RankGradientSink):
         else:
             super()._measure_waiting(gradient)
 
-    def _write(self, gradient: GroupGradient, slot: int, value: torch.Tensor) -> None:
+    def _write(self, gradient: GroupGradient, slot: int, read: ReadPart) -> None:
         if self.is_chunked(gradient.group):
-            self._chunks.put(gradient, slot, value, self.step)
+            self._chunks.put(gradient, slot, read, self.step)
         else:
-            super()._write(gradient, slot, value)
+            super()._write(gradient, slot, read)
 
     def _fill_with_zeros(self, gradient: GroupGradient) -> None:
         if self.is_chunked(gradient.group):

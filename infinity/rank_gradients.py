@@ -18,7 +18,7 @@ import torch
 from infinity.away_gradients import ShardedGradient
 from infinity.devices.base import DeviceBlock, Fence
 from infinity.gradient_sink import GradientSink
-from infinity.gradients import GRAD_DTYPE, GroupGradient
+from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart
 from infinity.groups import FlatGroup
 from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause
@@ -205,10 +205,10 @@ class RankGradientSink(GradientSink):
         place = group.layout.slots[slot]
         return ShardedGradient(place.name, place.shape, GRAD_DTYPE)
 
-    def put(self, group: FlatGroup, slot: int, value: torch.Tensor) -> None:
-        """Make `value` the gradient of one parameter, unless another rank has one; all ranks have to do the same."""
+    def put(self, group: FlatGroup, slot: int, read: ReadPart) -> None:
+        """The gradient of one parameter, unless another rank has one; all ranks have to do the same."""
         gradient = self._open_filled(group)
-        self._write(gradient, slot, value.reshape(-1))
+        self._write(gradient, slot, read)
         gradient.present[slot] = True
         gradient.norms.pop(slot, None)
         self.settle(group)
@@ -216,7 +216,7 @@ class RankGradientSink(GradientSink):
     def drop(self, group: FlatGroup, slot: int) -> None:
         if self.has(group, slot):
             gradient = self._open_filled(group)
-            self._write(gradient, slot, torch.zeros(1).expand(group.layout.slots[slot].numel))  # what comes is added
+            self._write(gradient, slot, lambda start, into: into.zero_())  # what comes next is added
             gradient.norms.pop(slot, None)
             self.settle(group)
         super().drop(group, slot)
@@ -229,11 +229,11 @@ class RankGradientSink(GradientSink):
             gradient.is_filled = True
         return gradient
 
-    def _write(self, gradient: GroupGradient, slot: int, value: torch.Tensor) -> None:
-        """Let this rank's part of a slot be that of `value` (1-D, of the whole slot)."""
-        group, part = gradient.group, gradient.slot_view(slot)
-        start = max(group.grad_span.start - group.layout.slots[slot].offset, 0)
-        part.copy_(value[start : start + part.numel()])
+    def _write(self, gradient: GroupGradient, slot: int, read: ReadPart) -> None:
+        """Let this rank's part of a slot be what `read` gives."""
+        part = gradient.slot_view(slot)
+        if part.numel():
+            read(gradient.first_in_slot(slot), part)
 
     def _fill_with_zeros(self, gradient: GroupGradient) -> None:
         gradient.tensor.zero_()

@@ -14,6 +14,7 @@ import torch
 from infinity.away_gradients import SpilledGradient
 from infinity.config import Schedule
 from infinity.errors import ConfigError, IterationError
+from infinity.gradients import ReadPart, parts_of
 from infinity.groups import FlatGroup
 from infinity.lockstep import Want
 from infinity.observe.stalls import StallCause
@@ -97,10 +98,7 @@ class WaitingGradients:
             ConfigError: the shape differs, or the schedule applies gradients as they arrive.
         """
         place = group.layout.slots[slot]
-        if self._is_overlapped:
-            raise ConfigError(
-                f"setting the gradient of {place.name!r} needs a step that waits for it; use schedule='synchronous'"
-            )
+        self._refuse_at_once(place.name)
         if tuple(value.shape) != place.shape:
             raise ConfigError(f"the gradient of {place.name!r} has shape {place.shape}, got {tuple(value.shape)}")
         waiting = self.gradient_of(group, slot)
@@ -108,9 +106,29 @@ class WaitingGradients:
             self._scaling.drop(group, slot)
         if waiting is None or isinstance(waiting, SpilledGradient):
             self._finish_update(group)
-            self._runtime.sink.put(group, slot, value.detach())
+            self._runtime.sink.put(group, slot, parts_of(value.detach()))
         else:
             waiting.copy_(value.detach())  # the same memory after an in-place change: nothing happens
+
+    def load_gradient(self, group: FlatGroup, slot: int, read: ReadPart) -> None:
+        """Make what `read` gives the gradient that waits for `step()`, where none does; it is never whole beside that.
+
+        Raises:
+            ConfigError: the schedule applies gradients as they arrive.
+        """
+        self._refuse_at_once(group.layout.slots[slot].name)
+        self._finish_update(group)
+        try:
+            self._runtime.sink.put(group, slot, read)
+        except BaseException:
+            self._runtime.sink.drop(group, slot)  # what is only begun counts as none
+            raise
+
+    def _refuse_at_once(self, name: str) -> None:
+        if self._is_overlapped:
+            raise ConfigError(
+                f"setting the gradient of {name!r} needs a step that waits for it; use schedule='synchronous'"
+            )
 
     def drop_gradient(self, group: FlatGroup, slot: int) -> None:
         """Forget the gradient of one parameter, and how it was to be clipped. Idempotent."""

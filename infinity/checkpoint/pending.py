@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,7 +87,7 @@ def load_gradients(runtime: Runtime, updates: Updates, checkpoint: CheckpointRea
     for group in runtime.groups:
         for number, slot in enumerate(group.layout.slots):
             if GRADIENT in checkpoint.entry(slot.name).tensors:
-                updates.gradients.set_gradient(group, number, checkpoint.tensor(slot.name, GRADIENT))
+                updates.gradients.load_gradient(group, number, partial(checkpoint.read, slot.name, GRADIENT))
 
 
 def _span(start: int, stop: int, within: FlatSpan) -> FlatSpan:

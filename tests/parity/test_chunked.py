@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.format import GRADIENT
+from infinity.checkpoint.reader import CheckpointReader
 from tests.conftest import MakeEngine
 from tests.parity.loops import (
     Loop,
@@ -193,6 +195,39 @@ def test_a_checkpoint_between_two_backwards(offload: MakeEngine, tmp_path: Path)
         optimizer.step()
         for name, value in gathered_parameters(other).items():
             assert torch.equal(value, plain.parameters[name]), name
+
+
+def test_a_waiting_gradient_is_loaded_in_chunks_or_not_at_all(
+    offload: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part of it is longer than what passes host memory; one that is damaged leaves nothing behind."""
+    model = build(make_large)
+    engine = offload(model, schedule="synchronous", host={"budget": _smallest(offload, schedule="synchronous")})
+    infinity.AdamW(model.parameters())
+    loss_of(model, _batch(0)).backward()  # type: ignore[no-untyped-call]
+    before = torch.linalg.vector_norm(model.embed.weight.grad)  # type: ignore[arg-type,union-attr]
+    engine.save(tmp_path / "saved")
+    read, sizes = CheckpointReader.read, []
+
+    def watched(self: CheckpointReader, name: str, kind: str, start: int, into: Tensor) -> None:
+        if kind == GRADIENT and name == "embed.weight":
+            sizes.append(into.numel())
+        read(self, name, kind, start, into)
+
+    monkeypatch.setattr(CheckpointReader, "read", watched)
+    engine.load(tmp_path / "saved")
+    assert sum(sizes) == VOCAB * 37
+    assert max(sizes) <= engine.plan.placement.passage_numel < VOCAB * 37
+    assert torch.equal(torch.linalg.vector_norm(model.embed.weight.grad), before)  # type: ignore[arg-type,union-attr]
+    (file,) = (tmp_path / "saved").glob("gradients*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[300_000] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(infinity.CheckpointError):
+        engine.load(tmp_path / "saved")
+    assert VOCAB * 37 < sum(sizes) < 2 * VOCAB * 37  # it ended in the middle
+    assert not [group for group in engine._runtime.sink.pending() if group.key == "embed/float32"]
+    assert engine._runtime.budgets["passage"].used_nbytes == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
