@@ -156,7 +156,7 @@ def test_models(offload: MakeEngine, schedule: str, make: type[nn.Module]) -> No
 @BOTH
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_use_by_a_sibling_in_a_recomputation(offload: MakeEngine, schedule: str, reentrant: bool) -> None:
-    same(offload, lambda: Sibling(reentrant), _steps, schedule="synchronous")
+    same(offload, lambda: Sibling(reentrant), _steps, schedule=schedule)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -186,6 +186,19 @@ class Views(nn.Module):
 @BOTH
 def test_views_and_second_uses_of_what_never_runs(offload: MakeEngine, schedule: str) -> None:
     same(offload, Views, _steps, schedule=schedule)
+
+
+@pytest.mark.parametrize("make", [Sibling, Views])
+def test_what_is_gathered_on_use_is_released_between(offload: MakeEngine, make: type[nn.Module]) -> None:
+    """It has no memory between forward and backward, nor after that, without which the backward would find garbage."""
+    model = build(make)
+    engine = offload(model, schedule="synchronous")
+    infinity.AdamW(model.parameters())
+    for step in range(2):
+        loss = loss_of(model, batch(step))
+        nothing_gathered(engine)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nothing_gathered(engine)
 
 
 def test_use_by_a_sibling_in_evaluation(offload: MakeEngine) -> None:
