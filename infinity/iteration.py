@@ -64,6 +64,7 @@ class Iteration:
         self._calls = CallCounts()
         self._used_elsewhere: set[int] = set()
         self._used_in_forward: set[int] = set()  # by the forward under way, outside of the parameters' units
+        self._own = frozenset(runtime.groups)
         self._resident = {group.index for group in runtime.resident_groups}
         self._lending = Lending(group for group in runtime.groups if group.index not in self._resident)
         self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
@@ -252,8 +253,11 @@ class Iteration:
     # followed, so these groups are gathered again when the backward of the whole forward begins.
 
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operation touches released parameters: gather them inside a forward or backward, refuse outside."""
-        used = [leaf for leaf in tree_leaves((args, kwargs)) if is_released(leaf)]
+        """An operation touches released parameters: gather them inside a forward or backward, refuse outside.
+
+        Those of other engines stay what they are: the operation is handed on to theirs.
+        """
+        used = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_mine(leaf)]
         if func in _DIFFERENTIATE:  # asks for gradients; units are gathered as their backward comes
             return self._differentiate(func, args, kwargs, [real(leaf) for leaf in used])
         if not self._occupancy.is_inside and not in_backward():
@@ -267,14 +271,20 @@ class Iteration:
             )
         groups = list({leaf.ref.group.index: leaf.ref.group for leaf in used}.values())
         self._gather_on_use(groups)
-        real_args, real_kwargs = tree_map(real, (tuple(args), kwargs))
+        real_args, real_kwargs = tree_map(self._real, (tuple(args), kwargs))
         return func(*real_args, **real_kwargs)
+
+    def _is_mine(self, value: object) -> bool:
+        return is_released(value) and value.ref.group in self._own
+
+    def _real(self, value: Any) -> Any:
+        return real(value) if self._is_mine(value) else value
 
     def _differentiate(
         self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], asked: Sequence[OffloadedParameter]
     ) -> Any:
         """Run `torch.autograd.grad` and its like with respect to parameters that need not be there."""
-        real_args, real_kwargs = tree_map(real, (tuple(args), kwargs))
+        real_args, real_kwargs = tree_map(self._real, (tuple(args), kwargs))
         mark_present(asked)  # to torch they are leaves of the graph like any others
         try:
             return func(*real_args, **real_kwargs)

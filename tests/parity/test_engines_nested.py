@@ -580,3 +580,76 @@ def test_three_deep(offload: MakeEngine) -> None:
     optimizers: list[torch.optim.Optimizer] = [infinity.AdamW(engine.parameters(), **HYPER) for engine in engines]
     assert run(model, optimizers) == losses
     assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "deferred"])
+@pytest.mark.parametrize("where", ["inner forward", "outer forward", "inner backward", "outer backward"])
+@pytest.mark.parametrize("checkpointing", [None, "re"])
+def test_a_failure_and_a_clean_retry(
+    offload: MakeEngine, schedule: str, where: str, checkpointing: str | None
+) -> None:
+    """Whatever fails on whichever side of the border, both engines go on."""
+
+    def script(model: Outer, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+        seen: list[Any] = []
+
+        def fail(*unused: Any) -> None:
+            if "failed" not in seen:
+                seen.append("failed")
+                raise ArithmeticError
+
+        block = model.inner.blocks[1] if "inner" in where else model.last[0]
+        is_forward = "forward" in where
+        hook = block.register_forward_hook(fail) if is_forward else block.up.weight.register_hook(fail)  # type: ignore[union-attr, operator]
+        for attempt in range(3):
+            try:
+                seen += run(model, optimizers, steps=1)
+            except ArithmeticError:
+                seen.append(attempt)
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        hook.remove()
+        return seen
+
+    make = partial(Outer, checkpointing=checkpointing)
+    plain, model = build(make), build(make)
+    assert isinstance(plain, Outer)
+    assert isinstance(model, Outer)
+    parts = (around(plain), plain.inner.parameters())
+    expected = script(plain, [torch.optim.AdamW(part, fused=True, **HYPER) for part in parts])
+    engines = [offload(module, schedule=schedule) for module in (model.inner, model)]
+    assert script(model, optimizers_of(model)) == expected
+    assert 0 in expected
+    assert_same_model(model, plain)
+    for engine in engines:
+        nothing_gathered(engine)
+
+
+def test_gradients_of_both_at_once(offload: MakeEngine) -> None:
+    """`torch.autograd.grad` with respect to parameters of two engines, where one unit of the outer is all around."""
+    plain, model = build(Outer), build(Outer)
+    expected = torch.autograd.grad(loss_of(plain, batch(0)), list(plain.parameters()))
+    engines = [offload(model.inner), offload(model, unit_classes=("Outer",))]  # type: ignore[arg-type]
+    got = torch.autograd.grad(loss_of(model, batch(0)), list(model.parameters()))
+    assert all(map(torch.equal, got, expected))
+    for engine in engines:
+        nothing_gathered(engine)
+
+
+def test_one_operation_over_parameters_of_both(offload: MakeEngine) -> None:
+    """Neither engine takes the other's parameter for one of its own."""
+    model, _, _ = two(offload)
+    ours, theirs = model.last[1].up, model.inner.blocks[2].up
+    for first, second in ((ours, theirs), (theirs, ours)):
+        with pytest.raises(infinity.NotGatheredError):
+            torch.add(first.weight, second.weight)
+        handle = model.head.register_forward_pre_hook(lambda *unused: torch.add(ours.weight, theirs.weight) and None)
+        with pytest.raises(infinity.NotGatheredError, match=r"'blocks.2.up.weight'"):
+            model(batch(0))
+        handle.remove()
+        with infinity.gathered([first.weight, second.weight]):
+            total = torch.add(first.weight, second.weight)
+        with infinity.gathered(ours):
+            ours_alone = ours.weight.detach().clone()
+        with infinity.gathered(theirs):
+            assert torch.equal(total, ours_alone + theirs.weight)
