@@ -19,20 +19,18 @@ _GAP = 1.10
 
 
 def random_case(seed: int, most_units: int = 6) -> Scenario:
-    """Trained units of any sizes and times around a drive of any speed; nothing is pinned."""
+    """Trained units of any sizes and times around a drive of any speed; no more host memory than pins nothing."""
     chance = random.Random(seed)
+    shapes = [UnitShape((chance.choice([1, 1, 2, 3, 6]),)) for _ in range(chance.randint(2, most_units))]
+    rate = chance.choice([2e6, 1e7, 5e7, 2e8])
+    spare_nbytes = chance.randint(0, 40) * PAGE_NBYTES // 2
+    drives = [DriveModel(rate, rate * chance.choice([0.5, 1.0, 1.5]), latency_s=0.0, duplex=1.0)]
+    time = UnitTime(chance.choice([1e-4, 1e-3, 5e-3]), chance.choice([2e-4, 2e-3, 1e-2]))
     while True:
-        shapes = [UnitShape((chance.choice([1, 1, 2, 3, 6]),)) for _ in range(chance.randint(2, most_units))]
-        rate = chance.choice([2e6, 1e7, 5e7, 2e8])
-        scenario = make_scenario(
-            shapes,
-            spare_nbytes=chance.randint(0, 40) * PAGE_NBYTES // 2,
-            drives=[DriveModel(rate, rate * chance.choice([0.5, 1.0, 1.5]), latency_s=0.0, duplex=1.0)],
-            time=UnitTime(chance.choice([1e-4, 1e-3, 5e-3]), chance.choice([2e-4, 2e-3, 1e-2])),
-            speeds=_INSTANT,
-        )
+        scenario = make_scenario(shapes, spare_nbytes=spare_nbytes, drives=drives, time=time, speeds=_INSTANT)
         if not (scenario.placement.pinned_params or scenario.placement.pinned_states):
             return scenario
+        spare_nbytes -= PAGE_NBYTES // 2
 
 
 def makespan_s(scenario: Scenario) -> float:
