@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,24 @@ class LargeExperts(Experts):
         self.experts = nn.ModuleList(Block(37, 6000) for _ in range(4))
 
 
-def backward(model: nn.Module, step: int) -> None:
+def backward(model: nn.Module, step: int, scaler: infinity.GradScaler | None = None) -> None:
     rank, size = rank_and_size()
     loss = loss_of(model, batch(step, vocab=VOCAB, shape=(4, 11)).chunk(size)[rank])
-    loss.backward()  # type: ignore[no-untyped-call]
+    # Large enough that the scale overflows when it has grown.
+    (loss if scaler is None else scaler.scale(loss * 2.0**27)).backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def engine_of(folder: Path, make: MakeModel, *, chunks: bool, **offload: Any) -> Iterator[tuple[Any, nn.Module]]:
+def engine_of(
+    folder: Path, make: MakeModel, *, chunks: bool, precision: str = "fp32", **offload: Any
+) -> Iterator[tuple[Any, nn.Module]]:
     """An engine in the smallest host budget, or in one that holds everything."""
     folder.mkdir(parents=True, exist_ok=True)
+    settings = SETTINGS | {"precision": precision}
     begin = _empty if "weights" in offload else build
-    host = smallest_host(folder, begin(make), SETTINGS, **offload) if chunks else {}
+    host = smallest_host(folder, begin(make), settings, **offload) if chunks else {}
     model = begin(make)
-    with infinity.offload(model, make_config(folder, SETTINGS | host), **offload) as engine:
+    with infinity.offload(model, make_config(folder, settings | host), **offload) as engine:
         assert bool(engine.plan.placement.chunked) == chunks
         yield engine, model
         if chunks:
@@ -110,6 +115,23 @@ def save_and_load(folder: Path, *, chunks: bool) -> Found:
         return gathered_parameters(model)
 
 
+def scale(folder: Path, *, chunks: bool) -> Found:
+    """A loss scale that grows until gradients overflow: the step is skipped on all ranks, others unscale in chunks."""
+    with engine_of(folder, make_large, chunks=chunks, precision="fp16") as (_, model):
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        scaler = infinity.GradScaler(init_scale=2.0**100, growth_interval=2)
+        scales = []
+        for step in range(16):
+            backward(model, step, scaler)
+            backward(model, step + 20, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        assert {less < more for less, more in pairwise(scales) if less != more} == {True, False}, scales
+        return gathered_parameters(model) | {"scales": torch.tensor(scales)}
+
+
 def stream(folder: Path, *, chunks: bool) -> Found:
     """First values out of a file."""
     rank, _ = rank_and_size()
@@ -120,7 +142,13 @@ def stream(folder: Path, *, chunks: bool) -> Found:
         return gathered_parameters(model)
 
 
-WAYS: dict[str, Callable[..., Found]] = {"edit": edit, "branch": branch, "save": save_and_load, "stream": stream}
+WAYS: dict[str, Callable[..., Found]] = {
+    "edit": edit,
+    "branch": branch,
+    "save": save_and_load,
+    "scale": scale,
+    "stream": stream,
+}
 
 
 def use_every_way(folder: Path) -> dict[str, tuple[Found, Found]]:
