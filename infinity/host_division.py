@@ -211,10 +211,12 @@ class HostDivision:
         """Room for several chunks at a time, then for larger ones.
 
         The pipeline takes what it is given byte by byte, never in jumps: more memory must not leave less for the rest.
+        So what small groups still need is not spare: they would take it away again at a larger budget.
         """
         if not self.pipeline_nbytes:
             return
-        spare_nbytes = self._left_nbytes()
+        coming_nbytes = sum(self._added_nbytes(index) for index in self._small if index not in self.pinned_params)
+        spare_nbytes = max(self._left_nbytes() - coming_nbytes, 0)
         depth_nbytes = _PIPELINE_DEPTH * self._sizes.chunk_nbytes_per_element  # per element of a chunk
         share_nbytes = self.pipeline_nbytes + spare_nbytes // 3  # growing the chunks may take a third of what is spare
         wanted_nbytes = max(depth_nbytes * self.chunk_numel, share_nbytes)

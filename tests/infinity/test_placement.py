@@ -215,6 +215,20 @@ def test_page_by_page_nothing_jumps_back(schedule: Schedule, chunk_nbytes: int |
     values = [worth(request, plan) for plan in plans]
     assert values == sorted(values)
     assert len(set(values)) > 8
+    pipelines = [plan.pipeline_nbytes for plan in plans]
+    assert pipelines == sorted(pipelines)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_small_groups_never_take_memory_from_the_pipeline(schedule: Schedule) -> None:
+    with torch.device("meta"):
+        model = Stack([5, 5], tied=False, frozen=1, nested=False)
+    request = request_of(model, Precision.BF16, threshold_nbytes=0, schedule=schedule)
+    smallest = smallest_host_nbytes(request)
+    plans = [plan_at(request, smallest + more) for more in range(0, 64 * 1024, 256)]
+    pipelines = [plan.pipeline_nbytes for plan in plans]
+    assert pipelines == sorted(pipelines)
+    assert len({len(plan.pinned_params) for plan in plans}) > 1
 
 
 @settings(deadline=None, max_examples=25)
