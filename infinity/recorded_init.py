@@ -21,7 +21,7 @@ from infinity.materialise import FirstValues, GroupStaging
 from infinity.placing import sources_of
 from infinity.recording.origins import is_changed, origin_of
 from infinity.recording.plan import ReplayPlan, plan_replay
-from infinity.recording.replay import replay
+from infinity.recording.replay import refuse_changed_constants, replay
 from infinity.recording.tape import Block, Region, Tape, region_of
 from infinity.runtime import Runtime
 from infinity.staging import Staged, StagingMemory
@@ -123,11 +123,12 @@ class RecordedValues:
         return (min(first for first, _ in spans), max(last for _, last in spans)) if spans else (end, end)
 
     def refuse_unusable(self) -> None:
-        """Refuse parameters that share memory, or that ordinary construction leaves undefined, before anything changes.
+        """Refuse, before anything changes, parameters that share memory or that ordinary construction leaves undefined.
 
         Raises:
-            UnsupportedModelError: it names the parameters.
+            UnsupportedModelError: it names the parameters; or a tensor that constructors copied has been changed since.
         """
+        refuse_changed_constants(self.plan)
         found = [(g.layout.slots[t.slot].name, t.region) for g in self.groups for t in self.targets[g.index]]
         by_block: dict[Block, list[tuple[int, int, str]]] = {}
         for name, region in found:

@@ -201,7 +201,7 @@ class _LostFunctions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func == _IS_META:
-            self._note_initialiser(sys._getframe(1))
+            self._note_initialiser(args[0], sys._getframe(1))
         elif func in _OF_DATA and _is_data(args, kwargs):
             requires_grad = kwargs.get("requires_grad", False)
             real = func(*args, **{**kwargs, "device": "cpu", **({"requires_grad": False} if requires_grad else {})})
@@ -210,15 +210,27 @@ class _LostFunctions(TorchFunctionMode):
             kwargs = {**kwargs, "device": _META}
         return func(*args, **kwargs)
 
-    def _note_initialiser(self, caller: FrameType) -> None:
-        """An initialiser asks whether its tensor has memory, and will return at once."""
-        code = caller.f_code
-        function, tensor = caller.f_globals.get(code.co_name), caller.f_locals.get("tensor")
-        if caller.f_globals.get("__name__") != torch.nn.init.__name__ or not callable(function):
+    def _note_initialiser(self, tensor: torch.Tensor, caller: FrameType) -> None:
+        """An initialiser asks whether its tensor has memory, and will return at once.
+
+        Which one it is stands in its frame alone: it is no function that a mode sees.
+
+        Raises:
+            UnsupportedModelError: it cannot be called once more with what it was given.
+        """
+        if caller.f_globals.get("__name__") != torch.nn.init.__name__ or tensor.device != _META or not tensor.numel():
             return
-        if isinstance(tensor, torch.Tensor) and tensor.device == _META and tensor.numel():
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            self._recorder.record_call(function, tensor, {name: caller.f_locals[name] for name in names})
+        code = caller.f_code
+        function = caller.f_globals.get(code.co_name)
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        given = {name: caller.f_locals[name] for name in names}
+        if not callable(function) or not any(value is tensor for value in given.values()):
+            raise UnsupportedModelError(
+                f"{code.co_name} of torch.nn.init in PyTorch {torch.__version__} leaves out tensors without memory in "
+                "a way that cannot be recorded, so that their first values would be lost. Build the model outside "
+                "infinity.empty_init(), or pass infinity.offload(..., init_fn=function)"
+            )
+        self._recorder.record_call(function, tensor, given)
 
 
 def _is_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -85,6 +85,18 @@ def _draw(operation: Operation, scratch: TakeScratch) -> None:
         _run(operation, lent.__getitem__)
 
 
+def refuse_changed_constants(plan: ReplayPlan) -> None:
+    """Find out before anything is done whether all can be.
+
+    Raises:
+        UnsupportedModelError: a tensor that was an argument has been changed since.
+    """
+    for operation in (step.entry for step in plan.steps if isinstance(step.entry, Operation)):
+        for value in tree_leaves((operation.args, operation.kwargs), is_leaf=_is_recorded):
+            if isinstance(value, Constant):
+                _value_of(value, operation)
+
+
 def _is_recorded(value: Any) -> bool:
     return isinstance(value, Region | Constant)
 

@@ -100,12 +100,15 @@ class RunRecorder(Closing):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._error is None:
-            self._source.metrics()  # waits for the last writes, which count too
-        wear = self._wear.report()
+        try:
+            if self._error is None:
+                self._source.metrics()  # waits for the last writes, which count too
+            wear = self._wear.report()
+        finally:
+            if self._rows is not None:
+                self._rows.close()
         if self._rows is None:
             return
-        self._rows.close()
         measured: dict[str, Any] = {
             "losses": self._losses,
             "step_seconds": self._seconds,

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -293,6 +294,20 @@ def test_what_needs_values_at_once_is_refused(make: Callable[[], Any]) -> None:
         make()
 
 
+def test_an_initialiser_of_another_torch_that_cannot_be_recorded_is_refused() -> None:
+    """One that returns at once without memory, from inside a function that has no name in its module."""
+
+    def inner(weight: torch.Tensor) -> bool:
+        return weight.is_meta
+
+    unknown = FunctionType(inner.__code__, {"__name__": nn.init.__name__})
+    with infinity.empty_init():
+        assert inner(torch.empty(2))  # code of others may ask
+        assert unknown(torch.empty(0, 2))  # nothing is lost
+        with pytest.raises(infinity.UnsupportedModelError, match=r"inner of torch\.nn\.init .* cannot be recorded"):
+            unknown(torch.empty(2))
+
+
 def test_decisions_by_random_numbers_are_refused() -> None:
     with infinity.empty_init(), pytest.raises(infinity.UnsupportedModelError, match=r"asks for random numbers before"):
         torch.rand(1, device="cpu").item()
@@ -332,12 +347,14 @@ def test_a_constant_that_is_changed_afterwards_is_refused(offload: MakeEngine) -
     class Large(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.before = nn.Linear(8, 8)
             self.weight = nn.Parameter(torch.zeros(600, 600) + large)
 
     model = _empty(Large)
     large.add_(1)
     with pytest.raises(infinity.UnsupportedModelError, match=r"\(600, 600\).*has been changed since"):
         offload(model, host={"budget": "64MiB"})
+    assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters())  # as it was
 
 
 def test_small_constants_are_copied(offload: MakeEngine) -> None:

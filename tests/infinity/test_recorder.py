@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -113,3 +114,13 @@ def test_training_outlives_its_record(tmp_path: Path, caplog: pytest.LogCaptureF
     record = RunRecord.load(tmp_path / "full")  # as far as there was room
     assert (record.state, record.run["losses"]) == (RunState.RUNNING, [1.0])
     assert {path.name for path in (tmp_path / "full").iterdir()} == {"run.json", "metrics.jsonl"}
+
+
+def test_a_record_of_an_engine_that_is_closed_holds_no_file(tmp_path: Path) -> None:
+    model = build(Net)
+    with infinity.offload(model, small_config(tmp_path)):
+        recorder = RunRecorder(infinity.AdamW(model.parameters()), tmp_path / "run")
+    with pytest.raises(infinity.InfinityError, match="closed"):
+        recorder.close()
+    opened = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    assert str(tmp_path / "run" / "metrics.jsonl") not in opened
