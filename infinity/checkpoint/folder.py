@@ -1,9 +1,9 @@
 """A folder that appears whole or not at all, in place of what was there before.
 
-The new content is made in a hidden folder beside it, `.<name>.saving`. When everything is on the drive the two change
-places in one system call, and then what was there before is removed. A crash at any moment leaves either the old folder
-or the new one under the name, never a mixture. (On a file system that cannot exchange two names it may leave the old
-one as `.<name>.before`.)
+The new content is made in a hidden folder beside it, `.<name>.infinity-saving`. When everything is on the drive the two
+change places in one system call, and then what was there before is removed. A crash at any moment leaves either the old
+folder or the new one under the name, never a mixture. (On a file system that cannot exchange two names it may leave the
+old one as `.<name>.before`.)
 
 A process that is killed leaves what it was making. Whoever saves next into the same parent removes it: the maker of a
 folder holds its lock as long as it lives, so one that can be locked has no maker. Locks of file systems that several
@@ -29,7 +29,7 @@ from storage.errors import StorageError
 from storage.filesystems import Kind, find_file_system, make_folders, sync_folder
 
 _log = logging.getLogger(__name__)
-_SAVING = ".saving"
+_SAVING = ".infinity-saving"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)

@@ -91,7 +91,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "digests": (lambda f: change(f / GROUP, lambda d: flip(d, -5)), "the checksum of its digests is wrong"),
     "other file": (lambda f: (f / "group-00002.rank0.safetensors").rename(f / GROUP), "checksum of its digests"),
     "half renamed": (lambda f: f.rename(f.with_name(f".{f.name}.before")), "saving was interrupted; the one before is"),
-    "still being made": (lambda f: f.rename(f.with_name(f".{f.name}.saving")), "nothing is there; check the path"),
+    "still being made": (lambda f: f.rename(folders.made_for(f)), "nothing is there; check the path"),
     "a file": (lambda f: (shutil.rmtree(f), f.write_text("")), "there is no checkpoint at"),
     "index of nothing": (lambda f: (f / "checkpoint.json").write_text(""), "is damaged: it is not JSON"),
     "no extra": (lambda f: _remove(f, "extra.pt"), "extra.pt is damaged: the file is missing"),
@@ -286,7 +286,7 @@ def test_a_killed_process_leaves_the_old_folder(
     command = [sys.executable, "-c", _KILLED, str(path)]
     assert subprocess.run(command, cwd=_REPOSITORY, timeout=50, check=False).returncode == -9
     assert (path / "content").read_text() == "old"
-    assert (tmp_path / "deep" / ".folder.saving").exists()
+    assert (tmp_path / "deep" / ".folder.infinity-saving").exists()
     _write(path, "newer")
     assert (path / "content").read_text() == "newer"
     assert list(path.parent.iterdir()) == [path]
@@ -298,15 +298,17 @@ def test_what_a_killed_process_was_making_is_removed_by_the_next_save_beside_it(
     """Checkpoints of a series have names of their own, so nobody saves to that of the killed one again."""
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "step1")]
     assert subprocess.run(command, cwd=_REPOSITORY, timeout=50, check=False).returncode == -9
-    left, others = tmp_path / ".step1.saving", tmp_path / "others.saving"
+    left = tmp_path / ".step1.infinity-saving"
     assert left.is_dir()
-    others.mkdir()
-    (tmp_path / ".link.saving").symlink_to(others)
+    others = [tmp_path / name for name in ("others.infinity-saving", ".others.saving", ".link.infinity-saving")]
+    others[0].mkdir()
+    others[1].mkdir()  # of another program
+    others[2].symlink_to(others[0])
     model = build(Net)
     with infinity.offload(model, small_config(tmp_path)) as engine:
         engine.save(tmp_path / "step2")
     assert not left.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"step2", "others.saving", ".link.saving"}
+    assert set(tmp_path.iterdir()) == {tmp_path / "step2", *others}
     assert [message for message in caplog.messages if str(left) in message]
 
 
@@ -327,7 +329,7 @@ def test_what_another_process_is_making_stays(tmp_path: Path) -> None:
         assert other.stdin is not None and other.stdout is not None
         assert other.stdout.readline() == "making\n"
         _write(tmp_path / "step2", "mine")
-        assert (tmp_path / ".step1.saving" / "content").is_file()
+        assert (tmp_path / ".step1.infinity-saving" / "content").is_file()
         other.stdin.close()
         assert other.wait(timeout=50) == 0
     found = {path.name: (path / "content").read_text() for path in tmp_path.iterdir()}
@@ -335,7 +337,7 @@ def test_what_another_process_is_making_stays(tmp_path: Path) -> None:
 
 
 def test_nothing_is_removed_where_other_machines_may_be_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = tmp_path / ".step1.saving"
+    left = tmp_path / ".step1.infinity-saving"
     left.mkdir()
     monkeypatch.setattr(folders, "find_file_system", lambda path: FileSystem("nfs4", Kind.NETWORK))
     _write(tmp_path / "step2", "mine")
@@ -381,7 +383,7 @@ def test_what_was_there_before_is_removed_later_if_not_at_once(tmp_path: Path, m
     renamed = Path.rename
 
     def fail(source: Path, target: Path) -> Path:
-        if source.name.endswith(".saving"):
+        if source.name.endswith(".infinity-saving"):
             raise OSError(errno.EIO, "Input/output error")
         return renamed(source, target)
 
