@@ -35,6 +35,7 @@ import torch
 import infinity
 from infinity.bench.machine import describe_machine
 from infinity.models.gpt import Gpt, GptShape, init_weights
+from infinity.replacing import replaced_file
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
 
@@ -185,13 +186,6 @@ def report_of(options: argparse.Namespace, found: Found) -> dict[str, Any]:
     return {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
 
 
-def write_whole(target: Path, report: dict[str, Any]) -> None:
-    """Write a report so that whoever reads the file finds the one before or this one."""
-    beside = target.with_name(f"{target.name}.part")
-    beside.write_text(json.dumps(report, indent=2) + "\n")
-    beside.replace(target)
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,7 +214,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     def note(found: Found) -> None:
         if options.json is not None:
-            write_whole(options.json, report_of(options, found))
+            with replaced_file(options.json) as file:
+                file.write(json.dumps(report_of(options, found), indent=2) + "\n")
 
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         return report_of(options, _MEASURED[options.what](options, Path(folder), note))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,9 @@ from storage.paths import StrPath
 def replaced_file(path: StrPath, *, newline: str | None = None) -> Iterator[IO[str]]:
     """A text file to fill, which takes the place of `path` at the end of the block; after a failure it is removed.
 
-    It is made beside `path`, as `<name>.new`. What a link names is replaced, not the link, and keeps its mode; into a
-    pipe, a terminal or another device is written as it comes.
+    It is made beside `path`, under a hidden name that nothing has, so that of two who write at a time one wins. What a
+    link names is replaced, not the link, and keeps its mode; into a pipe, a terminal or another device is written as it
+    comes.
 
     Raises:
         OSError: it could not be written; what was there before is as it was.
@@ -27,9 +29,9 @@ def replaced_file(path: StrPath, *, newline: str | None = None) -> Iterator[IO[s
         with path.open("w", newline=newline, encoding="utf-8") as file:
             yield file
         return
-    beside = path.with_name(f"{path.name}.new")
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
-        with beside.open("w", newline=newline, encoding="utf-8") as file:
+        with beside.open("x", newline=newline, encoding="utf-8") as file:
             yield file
         if path.exists():
             shutil.copymode(path, beside)

@@ -286,7 +286,7 @@ def _chosen_blocks(
         if id(module) not in names:
             raise UnsupportedModelError(
                 f"{setting} chose {type(module).__name__}, which is no module of the model, or one that another "
-                "engine has offloaded; it has to give some of model.modules()"
+                "engine has offloaded; it has to give some of model.modules() without the latter"
             )
         yield names[id(module)], module
 

@@ -90,6 +90,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_files_that_are_written_at_a_time_are_whole_and_no_other_file_is_touched(tmp_path: Path) -> None:
+    path, other = tmp_path / "file", tmp_path / "file.new"
+    other.write_text("of somebody else")
+    with replaced_file(path) as first:
+        first.write("first")
+        with replaced_file(path) as second:
+            second.write("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first"
+    assert other.read_text() == "of somebody else"
+    assert set(tmp_path.iterdir()) == {path, other}
+
+
 def test_training_outlives_its_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = build(Net)
     with infinity.offload(model, small_config(tmp_path)):
