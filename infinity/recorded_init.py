@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup
+from infinity.kept_tensors import Kept, change_kept
 from infinity.materialise import FirstValues, GroupStaging
 from infinity.placing import sources_of
 from infinity.recording.origins import is_changed, origin_of
@@ -60,10 +60,8 @@ class _Present:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor without memory that a module holds as a buffer or plain attribute."""
+    """A tensor without memory that a module holds beside its parameters, and the record of its values."""
 
-    holder: dict[str, Any]
-    name: str
     tensor: torch.Tensor
     region: Region
 
@@ -75,8 +73,9 @@ class RecordedValues:
         groups: those of which every parameter that needs a value has a record.
         targets: of each of them by its index, the parameters that need one.
         present: and those that have one.
-        kept: buffers and plain attributes that are defined.
+        kept: what modules hold beside their parameters, by id; of buffers those that are defined.
         kept_blocks: their storages.
+        shared_blocks: those that are parameters' too; they are copied, as offloading a built model does it.
         real: storages that have memory, in which random numbers were drawn out of order.
         plan: what is replayed.
     """
@@ -99,8 +98,8 @@ class RecordedValues:
                     for tape, target in found:
                         wanted.setdefault(tape, []).append(target.region)
             wanted |= {tape: [] for tape in _tapes_of_real(model) if tape not in wanted}
-        kept_by_modules = list(_kept_by_modules(model, values))
-        for tape, kept in kept_by_modules:
+        found_kept = _kept_by_modules(model, values)
+        for _, tape, kept in found_kept:
             wanted.setdefault(tape, []).append(kept.region)
         draws = values.match is None and values.init_fn is None and is_first
         self.real: set[Block] = set()
@@ -109,10 +108,15 @@ class RecordedValues:
             self.real.update(real)
             regions += [Region(block, torch.uint8, (block.nbytes,), (1,), 0) for block in real]
         self.plan: ReplayPlan = plan_replay(wanted, draws=draws)
-        self.kept = [kept for _, kept in kept_by_modules if kept.region.block not in self.plan.undefined]
-        self.kept_blocks = {kept.region.block for kept in self.kept} - {
-            target.region.block for targets in self.targets.values() for target in targets
+        undefined = self.plan.undefined
+        self.kept = {
+            id(kept.tensor): kept
+            for is_buffer, _, kept in found_kept
+            if not (is_buffer and kept.region.block in undefined)
         }
+        parameters = {target.region.block for targets in self.targets.values() for target in targets}
+        self.kept_blocks = {kept.region.block for kept in self.kept.values()} - parameters
+        self.shared_blocks = {kept.region.block for kept in self.kept.values()} & parameters
         self._spans = {group.index: self._span(group) for group in self.groups}
 
     def _span(self, group: FlatGroup) -> tuple[int, int]:
@@ -193,6 +197,7 @@ class _Filling:
         self._open: dict[int, GroupStaging] = {}
         self._taken: dict[Block, torch.Tensor] = {}
         self._leases: dict[Block, Staged] = {}
+        self._copies: dict[Block, torch.Tensor] = {}
         self._direct = {
             target.region.block: (group, target.slot)
             for group in recorded.groups
@@ -207,7 +212,8 @@ class _Filling:
         replay(self._recorded.plan, self._take, self._scratch, self._step_done)
         for group in list(self._waiting.values()):  # nothing of them is recorded, because files hold it
             self._place(group)
-        self._keep()
+        if self._recorded.kept:
+            self._keep()
 
     def _take(self, block: Block) -> torch.Tensor:
         if block in self._direct:
@@ -236,16 +242,20 @@ class _Filling:
 
     def _step_done(self, number: int) -> None:
         groups, blocks = self._ending.get(number, ((), ()))
+        for block in blocks:  # first, because groups are placed with these values
+            self._deliver_real(block)
         for group in groups:
             self._place(group)
         for block in blocks:
-            self._deliver_real(block)
             self._taken.pop(block)
             if block in self._leases:
                 self._leases.pop(block).release()
 
     def _place(self, group: FlatGroup) -> None:
         staging = self._staging_of(group)
+        for block in {target.region.block for target in self._recorded.targets[group.index]}:
+            if block in self._recorded.shared_blocks and block in self._taken:
+                self._copies.setdefault(block, self._taken[block].clone())
         for target in self._recorded.targets[group.index]:
             if not target.is_direct and target.region.block in self._taken:
                 staging.parameters[target.slot].copy_(target.region.of(self._taken[target.region.block]))
@@ -261,14 +271,26 @@ class _Filling:
             torch.empty(0, dtype=torch.uint8).set_(storage).copy_(self._taken[block][: block.nbytes])
 
     def _keep(self) -> None:
-        """Put buffers and plain attributes into their places; what was one tensor stays one."""
+        """Put buffers and other tensors into their places; what was one tensor stays one."""
         made: dict[int, torch.Tensor] = {}
-        for kept in self._recorded.kept:
-            region = kept.region
-            memory = self._taken.get(region.block, torch.empty(0, dtype=torch.uint8))
-            tensor = torch.empty(0, dtype=region.dtype)
-            tensor.set_(memory.untyped_storage(), region.offset, region.shape, region.stride)
-            kept.holder[kept.name] = made.setdefault(id(kept.tensor), tensor)
+
+        def with_memory(found: Kept) -> torch.Tensor:
+            kept = self._recorded.kept.get(id(found.tensor))
+            return found.tensor if kept is None else made.setdefault(id(found.tensor), self._made(kept))
+
+        change_kept(self._runtime.model, with_memory)
+
+    def _made(self, kept: _Kept) -> torch.Tensor:
+        region = kept.region
+        taken = self._copies if region.block in self._recorded.shared_blocks else self._taken
+        memory = taken.get(region.block)
+        if memory is None:  # nothing fills it
+            memory = taken[region.block] = torch.empty(region.block.nbytes, dtype=torch.uint8)
+        tensor = torch.empty(0, dtype=region.dtype)
+        tensor.set_(memory.untyped_storage(), region.offset, region.shape, region.stride)
+        if isinstance(kept.tensor, nn.Parameter):
+            return nn.Parameter(tensor, requires_grad=kept.tensor.requires_grad)
+        return tensor
 
 
 def _recorded(group: FlatGroup, values: FirstValues) -> list[tuple[Tape, _Target]] | None:
@@ -319,21 +341,18 @@ def _tapes_of_real(model: nn.Module) -> list[Tape]:
     return list(dict.fromkeys(origin.tape for t in real if (origin := origin_of(t)) is not None))
 
 
-def _kept_by_modules(model: nn.Module, values: FirstValues) -> Iterator[tuple[Tape, _Kept]]:
-    for prefix, module in Territory(model).named_modules():
-        for holder in (module._buffers, vars(module)):
-            for name, tensor in holder.items():
-                path = f"{prefix}.{name}" if prefix else name
-                if (
-                    not isinstance(tensor, torch.Tensor)
-                    or isinstance(tensor, nn.Parameter)
-                    or not tensor.is_meta
-                    or values.has(path)
-                ):
-                    continue
-                origin = origin_of(tensor)
-                if origin is not None and not origin.block.is_foreign and not origin.block.is_outdated:
-                    yield origin.tape, _Kept(holder, name, tensor, region_of(tensor, origin.block))
+def _kept_by_modules(model: nn.Module, values: FirstValues) -> list[tuple[bool, Tape, _Kept]]:
+    """What modules hold beside their parameters and files do not hold: whether it is a buffer, and its record."""
+    found: list[tuple[bool, Tape, _Kept]] = []
+
+    def note(kept: Kept) -> torch.Tensor:
+        origin = None if values.has(kept.path) else origin_of(kept.tensor)
+        if origin is not None and not origin.block.is_foreign and not origin.block.is_outdated:
+            found.append((kept.is_buffer, origin.tape, _Kept(kept.tensor, region_of(kept.tensor, origin.block))))
+        return kept.tensor
+
+    change_kept(model, note)
+    return found
 
 
 def _aligned(nbytes: int) -> int:
