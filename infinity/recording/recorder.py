@@ -1,8 +1,8 @@
 """Recording of a construction on the `meta` device.
 
-Two modes of torch: one sees every operation, the other the few functions whose work on tensors without memory is lost
-before it becomes operations: tensors made of Python's or NumPy's data, and initialisers of `torch.nn.init` that return
-at once when there is no memory, because how many numbers they draw depends on the numbers.
+Two modes of torch: one sees every operation, the other the few functions that do their work, or nothing, before it
+becomes operations: tensors made of Python's or NumPy's data, values handed to these, and initialisers of
+`torch.nn.init` that return at once when there is no memory, because how many numbers they draw depends on the numbers.
 
 [Note: which device a library finds] Libraries ask on which device tensors are made, by making an empty one, and leave
 their initialisation out where that is `meta`. It shall run and be recorded, so a tensor made of no data is a real one.
@@ -31,6 +31,7 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _COPIED_NBYTES = 1 << 20  # larger constants are kept, not copied
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+_READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _aten = torch.ops.aten
 _READS_VALUES = (_aten._local_scalar_dense, _aten.is_nonzero, _aten.equal, _aten.nonzero, _aten.masked_select)
@@ -202,6 +203,8 @@ class _LostFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _IS_META:
             self._note_initialiser(args[0], sys._getframe(1))
+        elif func in _READS_MEMORY and origin_of(args[0]) is not None:
+            raise _needs_values(func) if args[0].is_meta else _needs_order(func)
         elif func in _OF_DATA and _is_data(args, kwargs):
             requires_grad = kwargs.get("requires_grad", False)
             real = func(*args, **{**kwargs, "device": "cpu", **({"requires_grad": False} if requires_grad else {})})

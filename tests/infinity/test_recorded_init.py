@@ -308,9 +308,14 @@ def test_an_initialiser_of_another_torch_that_cannot_be_recorded_is_refused() ->
             unknown(torch.empty(2))
 
 
-def test_decisions_by_random_numbers_are_refused() -> None:
-    with infinity.empty_init(), pytest.raises(infinity.UnsupportedModelError, match=r"asks for random numbers before"):
-        torch.rand(1, device="cpu").item()
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, np.asarray, np.from_dlpack]
+)
+def test_decisions_by_random_numbers_are_refused(read: Callable[[torch.Tensor], Any]) -> None:
+    with infinity.empty_init():
+        assert np.asarray(read(torch.ones(1, device="cpu"))) == 1
+        with pytest.raises(infinity.UnsupportedModelError, match=r"asks for random numbers before"):
+            read(torch.rand(1, device="cpu"))
 
 
 class Undefined(nn.Module):
