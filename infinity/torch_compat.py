@@ -67,6 +67,11 @@ def unbatched(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def generator_id(generator: torch.Generator) -> int:
+    """What tells random number generators apart: an operation may get another Python object of the same generator."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
+
+
 def node_sequence_nr(node: Node) -> int:
     """The number that autograd has given a node."""
     return int(node._sequence_nr())

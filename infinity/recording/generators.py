@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.recording.tape import Operation, Reseeded, Tape, Track
+from infinity.torch_compat import generator_id
 
 
 @dataclass(slots=True)
@@ -40,11 +41,11 @@ class Generators:
         """Note whether the generator's state has been set since it last drew."""
         state = generator.get_state()
         key = _key(state)
-        known = self._watched.get(id(generator))
+        known = self._watched.get(generator_id(generator))
         if known is None:
             track = Track(generator, start=state, left=state)
             self._tape.tracks.append(track)
-            self._watched[id(generator)] = _Watched(track, key, state, {key: _Point(None, state)})
+            self._watched[generator_id(generator)] = _Watched(track, key, state, {key: _Point(None, state)})
             return track
         if key != known.present:
             point = known.points.get(key)
@@ -62,7 +63,7 @@ class Generators:
         if operation.track is None:
             return
         generator = operation.track.generator
-        known = self._watched[id(generator)]
+        known = self._watched[generator_id(generator)]
         torch.rand(1, generator=generator, device="cpu")
         known.present = _key(generator.get_state())
         known.points[known.present] = _Point(operation, known.base)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from infinity.recording.tape import Block, Origin, Tape, Track
+from infinity.torch_compat import generator_id
 
 _ORIGINS: WeakKeyDictionary[torch.UntypedStorage, Origin] = WeakKeyDictionary()
 _IS_RECORDING: ContextVar[bool] = ContextVar("is_recording", default=False)
@@ -82,7 +83,8 @@ def advance(done: Track, before: torch.Tensor, end: torch.Tensor, replaying: Map
     """
     tapes = {id(origin.tape): origin.tape for origin in _ORIGINS.values()} | dict(replaying)
     for track in (track for tape in tapes.values() for track in tape.tracks if track is not done):
-        if track.generator is done.generator and torch.equal(track.start, before):
+        is_same = generator_id(track.generator) == generator_id(done.generator)
+        if is_same and torch.equal(track.start, before):
             if torch.equal(track.left, before):
                 track.left = end
             track.start = end

@@ -142,6 +142,8 @@ class Seeds(nn.Module):
         own = torch.Generator().manual_seed(11)
         self.fourth = nn.Parameter(torch.randn(40, generator=own))
         nn.init.normal_(self.third.weight, generator=own)
+        nn.init.trunc_normal_(self.third.bias, generator=own)
+        nn.init.uniform_(self.first.bias, generator=own)
         self.fifth = nn.Parameter(torch.rand(5))
         torch.manual_seed(13)
         self.sixth = nn.Linear(WIDTH, 3)
