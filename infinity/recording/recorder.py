@@ -86,8 +86,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = _all_without_memory(args, kwargs)
         try:
             result = func(*args, **kwargs)
-        except NotImplementedError as error:  # which callers may take as a reason to leave it out
-            raise _needs_values(func) from error
+        except RuntimeError as error:
+            # Callers may take NotImplementedError as a reason to leave it out; others look at values inside.
+            if isinstance(error, NotImplementedError) or "meta tensors" in str(error):
+                raise _needs_values(func) from error
+            raise
         if not written:
             made = self._made(result, operation.reads)
             if is_empty(func) or not (made or draws):  # of undefined values, or a view
