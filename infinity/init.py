@@ -8,6 +8,7 @@ time (materialise.py). So a model never exists whole in memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from infinity.weights.stream import (
     stream_into_store,
     stream_nbytes,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -166,6 +169,8 @@ def fill_shards(runtime: Runtime, values: FirstValues, on_progress: Callable[[st
     for group in unrecorded:
         _refuse_half_built(group)
     _refuse_uninitialised(runtime.model, unrecorded, values)
+    if unrecorded and values.init_fn is None:
+        _tell_unrecorded(unrecorded)
     if runtime.lockstep is not None:
         check_same_model(runtime.lockstep, runtime.model, runtime.groups)
 
@@ -209,6 +214,16 @@ def _refuse_half_built(group: FlatGroup) -> None:
                 f"parameter {slot.name!r} has data, but others of its unit are on the meta device; build the whole "
                 "model under infinity.empty_init() or none of it"
             )
+
+
+def _tell_unrecorded(groups: Sequence[FlatGroup]) -> None:
+    names = [slot.name for group in groups for slot in group.layout.slots]
+    _log.warning(
+        "%d parameters have no memory and no record of their construction (%s, ...): they were made on the meta device "
+        "outside infinity.empty_init(), or the model was copied after it. Their modules initialise them, in general "
+        "with other values than ordinary construction. Copy and convert models inside infinity.empty_init()",
+        *(len(names), names[0]),
+    )
 
 
 def _refuse_uninitialised(model: nn.Module, groups: Sequence[FlatGroup], values: FirstValues) -> None:

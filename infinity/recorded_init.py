@@ -19,7 +19,7 @@ from infinity.groups import FlatGroup
 from infinity.kept_tensors import Kept, change_kept
 from infinity.materialise import FirstValues, GroupStaging
 from infinity.placing import sources_of
-from infinity.recording.origins import is_changed, origin_of
+from infinity.recording.origins import converted_from, is_changed, origin_of
 from infinity.recording.plan import ReplayPlan, plan_replay
 from infinity.recording.replay import refuse_changed_constants, replay
 from infinity.recording.tape import Block, Region, Tape, region_of
@@ -300,6 +300,12 @@ def _recorded(group: FlatGroup, values: FirstValues) -> list[tuple[Tape, _Target
         if values.has(slot.name) or not source.is_meta:
             continue
         origin = origin_of(source)
+        if (before := converted_from(source)) is not None:
+            raise UnsupportedModelError(
+                f"parameter {slot.name!r} was given other memory after infinity.empty_init(), while it had none "
+                f"({before} before, {source.dtype} now), so that its recorded values are lost. Convert the model "
+                "inside the block, as in `model = Model().to(torch.bfloat16)`"
+            )
         if origin is None or origin.block.is_foreign:
             return None
         if origin.block.is_outdated:

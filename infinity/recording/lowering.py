@@ -54,6 +54,20 @@ def is_empty(func: Any) -> bool:
     return func.overloadpacket in _EMPTY
 
 
+def changes_secretly(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that an operation changes although its schema does not say so: statistics of a batch norm."""
+    if func is not _aten.native_batch_norm.default or not args[5]:
+        return []
+    return [tensor for tensor in args[3:5] if tensor is not None]
+
+
+def new_results(func: Any, result: Any) -> list[torch.Tensor]:
+    """The tensors that an operation makes besides changing others."""
+    results = result if isinstance(result, tuple) else (result,)
+    returned = zip(func._schema.returns, results, strict=False)
+    return [tensor for kind, tensor in returned if kind.alias_info is None and isinstance(tensor, torch.Tensor)]
+
+
 def fill_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fill | None:
     """How a tensor that `func` has made is filled; None where it does more than that."""
     packet = func.overloadpacket

@@ -15,11 +15,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.recording.tape import Block, Origin, Tape, Track
 from infinity.torch_compat import generator_id
 
 _ORIGINS: WeakKeyDictionary[torch.UntypedStorage, Origin] = WeakKeyDictionary()
+_RECORDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters, which may get other storages later
 _IS_RECORDING: ContextVar[bool] = ContextVar("is_recording", default=False)
 
 
@@ -48,14 +51,23 @@ def noting_versions() -> Iterator[None]:
     finally:
         handle.remove()
         for parameter in seen.values():
-            origin = origin_of(parameter)
+            origin = None if is_lazy(parameter) else origin_of(parameter)
             if origin is not None:
                 origin.block.versions.add(parameter._version)
+                _RECORDED[parameter] = parameter.dtype
 
 
 def is_changed(parameter: torch.Tensor, block: Block) -> bool:
     """Whether a parameter has been changed since its recording ended, which is in no record."""
     return bool(block.versions) and parameter._version not in block.versions
+
+
+def converted_from(parameter: torch.Tensor) -> torch.dtype | None:
+    """Of a parameter whose record was lost when it got another storage after the recording: its dtype before."""
+    if not parameter.is_meta or is_lazy(parameter) or origin_of(parameter) is not None:
+        return None
+    before: torch.dtype | None = _RECORDED.get(parameter)  # type: ignore[no-untyped-call]
+    return before
 
 
 def is_recording() -> bool:

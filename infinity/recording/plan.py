@@ -71,7 +71,7 @@ class ReplayPlan:
 
 def _scratch_nbytes(step: Step) -> list[int]:
     """Memory beside that of the blocks."""
-    if isinstance(step.entry, Reseeded) or (step.need is Need.VALUES and not step.entry.has_results):
+    if isinstance(step.entry, Reseeded) or (step.need is Need.VALUES and not step.entry.made):
         return []
     return [region.stop - region.start for region in step.entry.writes]
 
@@ -109,10 +109,9 @@ def _need(entry: Operation | Reseeded, live: dict[Block, _Bytes], *, draws: bool
         if not entry.reads:
             return Need.NUMBERS
         # How many numbers it draws may depend on what it reads, so that is needed.
-    if entry.overwrites:
-        for region in entry.writes:
-            if region.is_dense:
-                _remove(live, region)
+    for region in entry.writes if entry.overwrites else entry.made:
+        if region.is_dense:
+            _remove(live, region)
     for region in entry.reads:
         _add(live, region)
     return Need.VALUES
@@ -121,7 +120,7 @@ def _need(entry: Operation | Reseeded, live: dict[Block, _Bytes], *, draws: bool
 def _undefined(blocks: Iterable[Block], steps: Sequence[Step]) -> set[Block]:
     """Those blocks, and what is made of them. Columns that are filled count as all; see `is_untouched` for the rest."""
     entries = [e for step in steps if step.need is Need.VALUES and isinstance(e := step.entry, Operation)]
-    filled_partly = {r.block for e in entries if e.overwrites for r in e.writes if not r.is_dense}
+    filled_partly = {r.block for e in entries for r in (e.writes if e.overwrites else e.made) if not r.is_dense}
     undefined = {block for block in blocks if block.is_foreign or block not in filled_partly}
     for entry in entries:
         if any(region.block in undefined for region in entry.reads):

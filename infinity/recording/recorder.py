@@ -4,6 +4,10 @@ Two modes of torch: one sees every operation, the other the few functions that d
 becomes operations: tensors made of Python's or NumPy's data, values handed to these, and initialisers of
 `torch.nn.init` that return at once when there is no memory, because how many numbers they draw depends on the numbers.
 
+[Note: meta tensors of the constructor's own]
+What is made with `device="meta"`, as `torch.nn.utils.skip_init` does it, would have no memory without the recording
+either; initialisers draw nothing for it. It is told by the name: the device of another tensor is passed as an object.
+
 [Note: which device a library finds] Libraries ask on which device tensors are made, by making an empty one, and leave
 their initialisation out where that is `meta`. It shall run and be recorded, so a tensor made of no data is a real one.
 """
@@ -18,12 +22,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.errors import UnsupportedModelError
 from infinity.recording.generators import Generators
-from infinity.recording.lowering import fill_of, fills, is_empty, overwrites
+from infinity.recording.lowering import changes_secretly, fill_of, fills, is_empty, new_results, overwrites
 from infinity.recording.origins import is_recording, noting_versions, origin_of, recording_here, set_origin
 from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, region_of
 
@@ -68,10 +73,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_noting:
+        if self._is_noting or any(is_lazy(tensor) for tensor in _tensors(args)):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         draws = torch.Tag.nondeterministic_seeded in func.tags and not _draws_elsewhere(args, kwargs)
+        draws = draws and not (written and all(self.is_bare(tensor) for tensor in written))
         if not draws and not _concerns(args, kwargs):
             return func(*args, **kwargs)
         if func.overloadpacket in _READS_VALUES or _leaves_meta(func, args, kwargs):
@@ -87,10 +93,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            # Callers may take NotImplementedError as a reason to leave it out; others look at values inside.
-            if isinstance(error, NotImplementedError) or "meta tensors" in str(error):
-                raise _needs_values(func) from error
-            raise
+            # Some say that they are not implemented, which callers may take as a reason to leave it out.
+            if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
+                raise
+            raise _needs_values(func) from error
         if not written:
             made = self._made(result, operation.reads)
             if is_empty(func) or not (made or draws):  # of undefined values, or a view
@@ -98,8 +104,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operation = self._making(func, operation, made)
         elif any(tuple(tensor.shape) != region.shape for region, tensor in zip(operation.writes, written, strict=True)):
             raise UnsupportedModelError(f"{func} resizes a tensor that has no memory yet, which cannot be repeated")
+        else:
+            made = tuple(self._region(tensor, is_made=True) for tensor in new_results(func, result))
+            operation.made, operation.writes = made, (*operation.writes, *made)
         self._append(operation)
         return result
+
+    def is_bare(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor would have no memory without the recording either, so that nothing is drawn in it."""
+        origin = origin_of(tensor)
+        return tensor.is_meta and (origin is None or (origin.tape is self._tape and origin.block.is_foreign))
+
+    def unrecorded(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call that is not the recording's."""
+        before, self._is_noting = self._is_noting, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_noting = before
 
     def record_call(self, function: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """An initialiser, to be called with a tensor that it fills without reading it."""
@@ -153,7 +175,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An operation that makes tensors; where it only fills memory, as the one that does that in memory given."""
         fill = fill_of(func, made.args, made.kwargs) if len(regions) == 1 else None
         if fill is None:
-            made.writes, made.overwrites, made.has_results = regions, True, True
+            made.writes, made.made, made.overwrites = regions, regions, True
             return made
         reads = made.reads if fill.reads else ()
         filled = (regions[0], *fill.args)
@@ -212,6 +234,10 @@ class _LostFunctions(TorchFunctionMode):
             requires_grad = kwargs.get("requires_grad", False)
             real = func(*args, **{**kwargs, "device": "cpu", **({"requires_grad": False} if requires_grad else {})})
             return real.to(_META).requires_grad_(requires_grad) if real.numel() else real
+        elif kwargs.get("device") == "meta" and isinstance(kwargs["device"], str):
+            return self._recorder.unrecorded(func, args, kwargs)
+        elif kwargs.get("device") is None and isinstance(out := kwargs.get("out"), torch.Tensor) and not out.is_meta:
+            kwargs = {**kwargs, "device": out.device}
         elif func is torch.normal and kwargs.get("device") is None and not _tensors(args, kwargs):
             kwargs = {**kwargs, "device": _META}
         return func(*args, **kwargs)
@@ -224,7 +250,9 @@ class _LostFunctions(TorchFunctionMode):
         Raises:
             UnsupportedModelError: it cannot be called once more with what it was given.
         """
-        if caller.f_globals.get("__name__") != torch.nn.init.__name__ or tensor.device != _META or not tensor.numel():
+        if caller.f_globals.get("__name__") != torch.nn.init.__name__ or is_lazy(tensor):
+            return
+        if tensor.device != _META or not tensor.numel() or self._recorder.is_bare(tensor):
             return
         code = caller.f_code
         function = caller.f_globals.get(code.co_name)
@@ -299,7 +327,7 @@ def _draws_elsewhere(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation changes."""
     if not func._schema.is_mutable:
-        return []
+        return changes_secretly(func, args)
     found: list[torch.Tensor] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.errors import UnsupportedModelError
+from infinity.recording.lowering import new_results
 from infinity.recording.origins import advance
 from infinity.recording.plan import Need, ReplayPlan, Step
 from infinity.recording.tape import Block, Constant, Operation, Region, Reseeded, Tape
@@ -69,9 +70,11 @@ def _run(operation: Operation, tensor_of: Callable[[Region], torch.Tensor]) -> N
 
     args, kwargs = tree_map(decode, (operation.args, operation.kwargs), is_leaf=_is_recorded)
     result = operation.function(*args, **kwargs)
-    if operation.has_results:
-        made = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-        for region, value in zip(operation.writes, made, strict=True):
+    if operation.made:
+        is_pure = operation.made == operation.writes
+        returned = tree_leaves(result) if is_pure else new_results(operation.function, result)
+        made = [value for value in returned if isinstance(value, torch.Tensor)]
+        for region, value in zip(operation.made, made, strict=True):
             tensor_of(region).copy_(value)
 
 

@@ -97,9 +97,10 @@ class Operation:
     Attributes:
         args, kwargs: with `Region` and `Constant` for tensors, and the CPU for the meta device.
         reads: whose values it needs.
-        writes: what it changes, or makes where `has_results`.
+        writes: what it changes or makes.
         overwrites: nothing that `writes` held is left, and it is not read.
-        has_results: `writes` are the tensors among what it returns, in order.
+        made: the last of `writes`, which are returned instead of written: the tensors among what it returns that are
+            not arguments, in order.
         track: whose random numbers it draws.
     """
 
@@ -109,7 +110,7 @@ class Operation:
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
     overwrites: bool = False
-    has_results: bool = False
+    made: tuple[Region, ...] = ()
     track: Track | None = None
 
 
