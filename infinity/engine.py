@@ -261,6 +261,15 @@ class Engine(StatefulEngine):
         return self._runtime.config
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the parameters of a forward are in, by precision and device: what inputs are to be given in.
+
+        bf16 on a GPU or CPU that multiplies bf16 natively, fp16 on a GPU, else fp32. With precision "fp32" frozen
+        parameters keep the dtype they were built with.
+        """
+        return self._runtime.device.compute_dtype(self.config.precision)
+
+    @property
     def trace(self) -> Trace:
         """Timed events of this run, newest kept."""
         return self._runtime.trace

@@ -15,7 +15,7 @@ Owned by the training thread. Other threads read only what never changes (`layou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +34,9 @@ from infinity.released import (
     mark_present,
     mark_requires_grad,
     move_hooks,
+    ref_of,
 )
-from infinity.units import Owned, Owners
+from infinity.units import Owned, Owners, Parameters
 from storage.huge_pages import advise_huge_pages
 
 ALONE = Sharding()
@@ -333,3 +334,10 @@ def backward_order(units: Sequence[Unit]) -> list[Unit]:
         place = max((ordered.index(other) + 1 for other in around), default=0)
         ordered.insert(place, unit)
     return ordered
+
+
+def in_model_order(model: nn.Module, slots: Iterable[tuple[FlatGroup, int]]) -> list[tuple[FlatGroup, int]]:
+    """Slots of offloaded parameters in the order of `model.parameters()`; those the model has no more come last."""
+    refs = [ref_of(entry.parameter) for entry in Parameters(model)]
+    places = {(ref.group.index, ref.slot): place for place, ref in enumerate(refs) if ref is not None}
+    return sorted(slots, key=lambda pair: places.get((pair[0].index, pair[1]), len(places)))

@@ -32,8 +32,9 @@ _ALLOWED = 'a whole number of bytes (int), or text such as "512MiB", "20GiB" (bi
 def parse_nbytes(value: object) -> int:
     """Bytes in `value`: a non-negative int, or text with a unit (B, KB..PB decimal, KiB..PiB binary, any case).
 
-    Raises ValueError for anything else: floats and bools (a size is never a guess), unknown or one-letter units
-    (`20G` could be either), and text that is not a whole number of bytes.
+    A part of a byte is dropped: `6.3MiB` is 6,606,028 bytes. Raises ValueError for anything else: floats and bools (a
+    size is never a guess), unknown or one-letter units (`20G` could be either), and parts of bytes given as bytes or
+    that leave none.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
@@ -50,9 +51,9 @@ def parse_nbytes(value: object) -> int:
         raise ValueError(f"unknown unit {unit!r} in {value!r}{_hint(number, unit)}; allowed: {_ALLOWED}")
     # Fraction, not float: "1.1TB" has to be exactly 1 100 000 000 000.
     nbytes = Fraction(number.replace("_", "")) * factor
-    if nbytes.denominator != 1:
+    if nbytes.denominator != 1 and (factor == 1 or nbytes < 1):
         raise ValueError(f"{value!r} is not a whole number of bytes; allowed: {_ALLOWED}")
-    return nbytes.numerator
+    return int(nbytes)  # down: a budget is a ceiling
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -20,7 +20,7 @@ from infinity.config import Schedule
 from infinity.consistency import Consistency
 from infinity.errors import ConfigError, IterationError
 from infinity.exchange import ParameterExchange
-from infinity.groups import FlatGroup
+from infinity.groups import FlatGroup, in_model_order
 from infinity.lockstep import Want
 from infinity.observe.stalls import StallCause
 from infinity.optim.group_update import GroupUpdate
@@ -179,7 +179,7 @@ class Updates:
         else:
             self._finish_deferred()
             if optimizer.max_grad_norm is not None:
-                self.gradients.clip(optimizer.slots(), optimizer.max_grad_norm)
+                self.gradients.clip(in_model_order(self._runtime.model, optimizer.slots()), optimizer.max_grad_norm)
             self._runtime.sink.check_writes()
         groups = self._runtime.sink.pending()  # under `overlapped`, what not every rank had in its backward
         hypers = self._prepare(groups)

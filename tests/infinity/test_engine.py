@@ -17,7 +17,22 @@ from torch import nn
 import infinity
 from tests.conftest import MakeEngine
 from tests.mechanics.test_iterations import train
-from tests.zoo import Net, build
+from tests.zoo import Net, batch, build
+
+
+@pytest.mark.parametrize("kind", ["cpu", "fake"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_compute_dtype_is_what_a_forward_sees(offload: MakeEngine, precision: str, kind: str) -> None:
+    model = build(Net)
+    engine = offload(model, precision=precision, device={"kind": kind, "budget": "16MiB"})
+    seen = set()
+    block = model.get_submodule("blocks.0")
+    block.register_forward_pre_hook(lambda module, args: seen.update(p.dtype for p in module.parameters()))
+    with torch.no_grad():
+        model(batch(0))
+    assert seen == {engine.compute_dtype}
+    if kind == "fake" or precision != "bf16":
+        assert engine.compute_dtype is torch.float32
 
 
 def test_metrics_are_flat_numbers(offload: MakeEngine) -> None:

@@ -25,6 +25,9 @@ from infinity.sizes import GIB, KIB, MIB, TIB, Nbytes, NbytesOrZero, format_nbyt
         ("2TiB", 2 * TIB),
         ("1PiB", 1024 * TIB),
         ("64KiB", 64 * KIB),
+        ("6.3MiB", 6_606_028),  # 6,606,028.8
+        ("0.1GiB", 107_374_182),  # 107,374,182.4
+        ("1.0001KB", 1000),
     ],
 )
 def test_parse_reads_exactly(text: object, nbytes: int) -> None:
@@ -38,6 +41,8 @@ def test_parse_reads_exactly(text: object, nbytes: int) -> None:
         ("1.5m", "did you mean 1.5MiB or 1.5MB"),
         ("3Qib", "unknown unit 'Qib'"),
         ("0.3B", "whole number of bytes"),
+        ("10.5B", "whole number of bytes"),
+        ("10.5", "whole number of bytes"),
         ("0.0001KiB", "whole number of bytes"),
         ("-1GiB", "cannot read"),
         ("", "cannot read"),

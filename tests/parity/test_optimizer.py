@@ -89,6 +89,18 @@ def test_clipping_of_awkward_models(offload: MakeEngine, make: type[nn.Module]) 
     assert_parity(loop, offload, schedule="synchronous", check_traffic=make is not Skipping)
 
 
+def test_max_grad_norm_adds_up_in_the_order_of_the_model(offload: MakeEngine) -> None:
+    """As `clip_grad_norm_(model.parameters())` does, however the optimizer's groups order them."""
+
+    def interleaved(model: nn.Module) -> list[dict[str, Any]]:
+        groups = _groups(model)
+        return [{**group, "params": group["params"][::-1]} for group in groups[::-1]]
+
+    for groups in (_groups, interleaved):
+        loop = Loop(Net, groups=groups, max_norm=0.1, accumulate=(1, 2))
+        assert_parity(loop, offload, clip_in_optimizer=True, schedule="synchronous", host=HELD)
+
+
 def test_accumulation_with_recomputation(offload: MakeEngine, host: dict[str, Any]) -> None:
     def make() -> Net:
         return Net(checkpointing="re")
