@@ -93,10 +93,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            # Some say that they are not implemented, which callers may take as a reason to leave it out.
-            if not isinstance(error, NotImplementedError) and "meta tensor" not in str(error):
-                raise
-            raise _needs_values(func) from error
+            # Callers may take NotImplementedError as a reason to leave it out; others look at values inside.
+            if isinstance(error, NotImplementedError) or "meta tensors" in str(error):
+                raise _needs_values(func) from error
+            raise
         if not written:
             made = self._made(result, operation.reads)
             if is_empty(func) or not (made or draws):  # of undefined values, or a view

@@ -288,8 +288,9 @@ def test_same_values_as_ordinary_construction(offload: MakeEngine, make: Callabl
         lambda: bool(torch.ones(3).any()),
         lambda: torch.zeros(3, device="cpu").copy_(torch.ones(3)),
         lambda: parametrizations.orthogonal(nn.Linear(7, 5), use_trivialization=False),
+        lambda: parametrizations.orthogonal(nn.Linear(6, 6)),
     ],
-    ids=["float", "cpu", "bool", "copy", "geqrf"],
+    ids=["float", "cpu", "bool", "copy", "geqrf", "inside"],
 )
 def test_what_needs_values_at_once_is_refused(make: Callable[[], Any]) -> None:
     with infinity.empty_init(), pytest.raises(infinity.UnsupportedModelError, match=r"aten\..*device='cpu'"):
@@ -318,6 +319,23 @@ def test_decisions_by_random_numbers_are_refused(read: Callable[[torch.Tensor], 
         assert np.asarray(read(torch.ones(1, device="cpu"))) == 1
         with pytest.raises(infinity.UnsupportedModelError, match=r"asks for random numbers before"):
             read(torch.rand(1, device="cpu"))
+
+
+def test_states_of_generators_that_are_not_known_yet_are_refused() -> None:
+    with infinity.empty_init():
+        same = [torch.Generator().manual_seed(5), torch.Generator().manual_seed(5), torch.Generator()]
+        same[2].set_state(torch.get_rng_state())  # nothing has been drawn
+        for own in (*same, *same):
+            torch.rand(2, generator=own)
+        other = torch.Generator()
+        other.set_state(same[0].get_state())
+        with pytest.raises(infinity.UnsupportedModelError, match=r"the state of another one.*manual_seed"):
+            torch.rand(2, generator=other)
+    before = torch.get_rng_state()
+    with pytest.raises(infinity.UnsupportedModelError, match=r"the state of another one"), infinity.empty_init():
+        torch.rand(2, generator=same[0])
+        torch.set_rng_state(same[0].get_state())
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Undefined(nn.Module):
