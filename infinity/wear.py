@@ -83,7 +83,7 @@ class WearWatch(Closing):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and not self._engine.is_closed:
                 self._engine.metrics()  # waits for the writes of the last step, which count too
         finally:
             self.close()

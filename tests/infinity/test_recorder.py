@@ -78,6 +78,19 @@ def test_the_writes_of_the_last_step_are_in_the_ledger(tmp_path: Path, monkeypat
     assert WearLedger().written_nbytes(identify_device(swap)) == written > 0
 
 
+def test_an_engine_may_be_closed_inside_the_block_of_its_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    model = build(Net)
+    engine = infinity.offload(model, small_config(tmp_path, host={"budget": "300KiB"}))
+    with WearWatch(engine) as wear:
+        train(model, infinity.AdamW(model.parameters()), range(1))
+        wear.step_ended()
+        engine.close()
+    assert WearLedger().written_nbytes(identify_device(tmp_path)) > 0
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("before")
