@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -136,7 +136,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     claims = Claims(made.copies, read_ahead, made.io, stalls)
     gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, claims, passage, stalls, lockstep)
     memory.ask(blocks.free_first, gatherer.free_ahead)
-    sink = _sink(plan, made, blocks, passage, stalls, in_flight, lockstep)
+    sink = _sink(plan, made, blocks, passage, stalls, in_flight, lockstep, pipeline)
     if lockstep is not None and isinstance(sink, RankGradientSink):
         lockstep.serve(plan.groups, gatherer.lend, sink.join)
     return Runtime(
@@ -271,6 +271,7 @@ def _sink(
     stalls: StallClock,
     in_flight: list[GroupUpdate],
     lockstep: Lockstep | None,
+    pipeline: UpdatePipeline,
 ) -> GradientSink:
     make: Callable[..., GradientSink] = GradientSink
     if plan.placement.chunked:
@@ -289,6 +290,7 @@ def _sink(
         held=made.budgets["gradients"],
         transit=made.budgets["transit"],
         updates_in_flight=lambda: any(not update.written.done for update in in_flight),
+        updates_awaited=partial(_awaited, made.io, pipeline),
         blocks=blocks,
         advice=lambda: (
             "there are no swap files in which they could. A host.budget of "
@@ -298,6 +300,16 @@ def _sink(
     )
     sink.wants_peaks = plan.config.precision is Precision.FP16
     return sink
+
+
+@contextmanager
+def _awaited(io: IoLoop, pipeline: UpdatePipeline) -> Iterator[None]:
+    """While the training thread waits for updates."""
+    io.post(pipeline.hasten)
+    try:
+        yield
+    finally:
+        io.post(pipeline.relax)
 
 
 def _budgets(plan: Blueprint) -> dict[str, TierBudget]:

@@ -10,7 +10,7 @@ Used by the training thread only; transfers complete on other threads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -38,6 +38,7 @@ class GradientSink(MeasuredGradients):
         transit: budget for gradients on their way to and from the swap file.
         spill: where gradients go that cannot stay in host memory.
         updates_in_flight: whether an update is running that will give held memory back.
+        updates_awaited: entered while the sink waits for memory that updates give back.
         blocks: device memory for gradients.
         advice: the end of the sentence that tells that there is no host memory for a gradient: why it cannot wait in
             the swap files, and what to do.
@@ -52,6 +53,7 @@ class GradientSink(MeasuredGradients):
         held: TierBudget,
         transit: TierBudget,
         updates_in_flight: Callable[[], bool],
+        updates_awaited: Callable[[], AbstractContextManager[None]],
         blocks: GradientBlocks,
         advice: Callable[[], str],
         stalls: StallClock,
@@ -63,6 +65,7 @@ class GradientSink(MeasuredGradients):
         self._held = held
         self._transit = transit
         self._updates_in_flight = updates_in_flight
+        self._updates_awaited = updates_awaited
         self._blocks = blocks
         self._advice = advice
         self._stalls = stalls
@@ -315,7 +318,9 @@ class GradientSink(MeasuredGradients):
         try:
             with self._stalls.reporting():
                 check()
-            self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
+            is_awaited = budget is self._held and not reservation.done
+            with self._updates_awaited() if is_awaited else nullcontext():
+                self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
         except BaseException:
             reservation.release()
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -35,6 +36,8 @@ class ShardIo(Protocol):
     @property
     def submit_write(self) -> Submit: ...
 
+    def promote(self, key: str) -> None: ...
+
 
 class SimulatedIo(ABC):
     """Implements `ShardIo` on the running loop's time; what a transfer does and how long it takes, subclasses say.
@@ -65,6 +68,17 @@ class SimulatedIo(ABC):
     def submit_write(self) -> Submit:
         """As `storage.store.ShardStore.submit_write`."""
         return partial(self._submit, Op.WRITE, priority=Priority.WRITE)
+
+    def promote(self, key: str) -> None:
+        """As `storage.store.ShardStore.promote`."""
+        promoted = [operation for operation in self._submitted_s if operation.key == key]
+        for operation in promoted:
+            operation.priority = Priority.DEMAND
+        self._promoted(promoted)
+
+    @abstractmethod
+    def _promoted(self, operations: Sequence[Operation]) -> None:
+        """The priority of operations in flight has risen."""
 
     def _submit(
         self,

@@ -65,11 +65,15 @@ class Operations:
             if may_start:
                 self._start(entry, operation)
             elif operation.priority is Priority.DEMAND:  # what holds it back is waited for as well
-                for drive in self._drives:
-                    drive.backend.promote(operation.key)
+                self.promote(operation.key)
         except BaseException as error:  # Ctrl-C: nobody gets the ticket, and the caller takes its memory back
             self._end_interrupted(entry, operation, error)
             raise
+
+    def promote(self, key: str) -> None:
+        """What the drives have of a key goes before all that nobody waits for."""
+        for drive in self._drives:
+            drive.backend.promote(key)
 
     def describe(self) -> list[str]:
         """One line per transfer that has not completed, oldest first: what it is, and where it is held up."""

@@ -227,6 +227,19 @@ class ShardStore:
         """
         return self._submit(Op.WRITE, key, memory, offset, priority, tag, payload_nbytes)
 
+    def promote(self, key: str) -> None:
+        """Somebody waits for what is being moved of a key: it goes before all that nobody waits for.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        with self._lock:
+            operations = self._entry(key).order.operations
+            for operation in operations:
+                operation.priority = Priority.DEMAND
+        if operations:
+            self._operations.promote(key)
+
     def describe_in_flight(self) -> list[str]:
         """One line per transfer that has not completed, oldest first: what it is, and where it is held up."""
         return self._operations.describe()

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from infinity.gradients import gradient_key
 from infinity.groups import FlatGroup
 from infinity.link import LinkPatience
 from infinity.optim.group_update import ChunkBuffers, ChunkRun, CountDown, GroupUpdate
@@ -33,7 +34,7 @@ from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
 from storage.errors import ClosedError
 from storage.pool import HostPool
-from storage.types import Ticket, TrafficTag
+from storage.types import Priority, Ticket, TrafficTag
 
 _MERGED_NBYTES = 1 << 20  # parameters of a group up to this size are written together: one block, one system call
 FORCED_STEP = -3  # the step that reads for forced updates belong to
@@ -75,6 +76,8 @@ class UpdatePipeline:
         self._link = link
         self._preserve = preserve
         self._tasks: set[asyncio.Task[None]] = set()
+        self._read_priority = Priority.READ_AHEAD
+        self._reading: dict[str, list[str]] = {}  # keys that a chunk is being read from, by the key of its record
         self.chunks_done = 0
 
     def use(self, kernel: Kernel) -> None:
@@ -97,6 +100,17 @@ class UpdatePipeline:
         self._tasks.discard(task)
         if not update.written.done:  # cancelled before its first step: not even `_run` has begun
             self.fail(update, ClosedError(f"{update.written.label} was cancelled because its engine closed"))
+
+    def hasten(self) -> None:
+        """The training thread begins to wait for updates (a message): what they read goes before reads ahead."""
+        self._read_priority = Priority.DEMAND
+        if self._store is not None:
+            for key in dict.fromkeys(key for keys in self._reading.values() for key in keys):
+                self._store.promote(key)
+
+    def relax(self) -> None:
+        """It waits no more (a message)."""
+        self._read_priority = Priority.READ_AHEAD
 
     async def drain(self) -> None:
         """Wait until nothing is being updated or written."""
@@ -148,7 +162,8 @@ class UpdatePipeline:
                 reservation = held.enter_context(self._budget.request(buffers.nbytes, owner))
                 await reservation
                 buffers.lease = held.enter_context(self._pool.lease(buffers.nbytes, owner))
-            await self._read(update, run.record, buffers)
+            with self._noted(update, run.record, buffers):
+                await self._read(update, run.record, buffers)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
             run.record.is_initialised = True
@@ -156,12 +171,27 @@ class UpdatePipeline:
             remaining.one_done()
             await written
 
+    @contextmanager
+    def _noted(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> Iterator[None]:
+        """For `hasten`: what a chunk is being read from."""
+        group = update.state.group
+        keys = {record.key: buffers.has_record and record.is_initialised, group.key: buffers.has_param}
+        keys[gradient_key(group)] = buffers.has_grad
+        self._reading[record.key] = [key for key, is_read in keys.items() if is_read]
+        try:
+            yield
+        finally:
+            del self._reading[record.key]
+
     async def _read(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> None:
-        store, chunk, group = self._store, record.chunk, update.state.group
+        store, chunk, group, priority = self._store, record.chunk, update.state.group, self._read_priority
         tickets = []
         if store is not None and buffers.has_record and record.is_initialised:
             tag = TrafficTag("state", update.step)
-            tickets.append(store.submit_read(record.key, buffers.record, tag=tag, payload_nbytes=record.payload_nbytes))
+            payload_nbytes = record.payload_nbytes
+            tickets.append(
+                store.submit_read(record.key, buffers.record, priority=priority, tag=tag, payload_nbytes=payload_nbytes)
+            )
         if store is not None and buffers.has_param:
             size = group.shard_dtype.itemsize
             forced, planned = TrafficTag("param_forced", FORCED_STEP), TrafficTag("param", update.step)
@@ -170,12 +200,13 @@ class UpdatePipeline:
                     group.key,
                     buffers.param,
                     offset=group.in_shard(chunk).start * size,
+                    priority=priority,
                     tag=forced if update.is_forced else planned,
                     payload_nbytes=chunk.payload_numel * size,
                 )
             )
         if buffers.has_grad:
-            tickets.append(update.gradient.submit_read(chunk, buffers.grad, update.step))
+            tickets.append(update.gradient.submit_read(chunk, buffers.grad, update.step, priority))
         # All of them, also when one fails: the memory is given back then, and nothing may be filling it any more.
         await Ticket.all_of(tickets, record.key)
 

@@ -92,7 +92,12 @@ class GradientFlow:
             is_spilled = group.index in self._scenario.placement.spilled_gradients
             budget = machinery.transit if is_spilled else machinery.gradients
             reservation = budget.request(nbytes, gradient_key(group))
+            is_awaited = not is_spilled and not reservation.done
+            if is_awaited:
+                machinery.pipeline.hasten()
             await self._time.wait(reservation, StallCause.GRADIENT_SPACE)
+            if is_awaited:
+                machinery.pipeline.relax()
             gradient.block = HostBlock.take(machinery.pool, reservation, gradient_key(group))
             if gradient.is_spilled:
                 gradient.submit_read_back(self.step, Priority.DEMAND)

@@ -47,11 +47,21 @@ class DriveServer:
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def submit(self, op: Op, nbytes: float, priority: int, on_end: Callable[[], None]) -> None:
+    def submit(self, op: Op, nbytes: float, priority: int, on_end: Callable[[], None]) -> _Piece:
         """Queue a piece; `on_end` is called when it has been moved."""
         self._advance()
         self._sequence += 1
-        heapq.heappush(self._queues[op], (priority, self._sequence, _Piece(nbytes, on_end)))
+        piece = _Piece(nbytes, on_end)
+        heapq.heappush(self._queues[op], (priority, self._sequence, piece))
+        self._reschedule()
+        return piece
+
+    def promote(self, op: Op, promoted: _Piece, priority: int) -> None:
+        """Give a piece another priority. Nothing happens when it has been moved."""
+        self._advance()
+        queue = self._queues[op]
+        queue[:] = [(priority if piece is promoted else before, number, piece) for before, number, piece in queue]
+        heapq.heapify(queue)
         self._reschedule()
 
     def _advance(self) -> None:
@@ -147,6 +157,7 @@ class SimulatedDrives(SimulatedIo):
         self._keep_log = keep_log
         self._hand_over_s = hand_over_s
         self._started_s: dict[Operation, float] = {}
+        self._pieces: dict[Operation, list[tuple[DriveServer, _Piece]]] = {}  # of what the servers have
         self.log: list[Moved] = []
         self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
 
@@ -182,11 +193,19 @@ class SimulatedDrives(SimulatedIo):
             nonlocal left
             left -= 1
             if not left:
+                del self._pieces[operation]
                 self._note(operation)
                 asyncio.get_running_loop().call_later(self._hand_over_s, self._finish, operation)
 
-        for server, nbytes in wanted.items():
-            server.submit(operation.op, nbytes, int(operation.priority), ended)
+        priority = int(operation.priority)
+        self._pieces[operation] = [
+            (server, server.submit(operation.op, nbytes, priority, ended)) for server, nbytes in wanted.items()
+        ]
+
+    def _promoted(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            for server, piece in self._pieces.get(operation, ()):
+                server.promote(operation.op, piece, int(operation.priority))
 
     def _note(self, operation: Operation) -> None:
         """Count a transfer that has ended."""

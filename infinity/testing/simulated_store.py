@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.shard_io import SimulatedIo
@@ -91,6 +91,9 @@ class SimulatedStore(SimulatedIo):
         channel = self._channel[operation.op]
         self._queues[channel].append(operation)
         self._serve(channel)
+
+    def _promoted(self, operations: Sequence[Operation]) -> None:
+        """Nothing to do: whoever is served next is chosen by the priority it has then."""
 
     def _serve(self, channel: Op) -> None:
         queue = self._queues[channel]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -57,6 +58,7 @@ class Bench:
         self.held = TierBudget("held", held_nbytes)
         self.device = CpuDevice(1 << 20)
         self.updating = False
+        self.n_awaited = 0  # waits for memory that updates give back
         self.made_room: list[FlatGroup] = []
         self.ahead: DeviceBlock | None = None
         self.stalls = StallClock(20.0, progress=lambda: 0, report=lambda: "")
@@ -70,11 +72,17 @@ class Bench:
             held=self.held,
             transit=TierBudget("transit", transit_nbytes),
             updates_in_flight=self._updates_in_flight,
+            updates_awaited=self._updates_awaited,
             blocks=blocks,
             advice=lambda: "use schedule='synchronous'",
             stalls=self.stalls,
         )
         self.on_look: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def _updates_awaited(self) -> Iterator[None]:
+        self.n_awaited += 1
+        yield
 
     def _updates_in_flight(self) -> bool:
         self.on_look()
@@ -207,8 +215,10 @@ def test_the_last_update_ends_without_giving_memory_back(bench: Bench) -> None:
     bench.updating = True
     threading.Timer(0.01, lambda: setattr(bench, "updating", False)).start()
     _give(groups[2], 1.0)
+    assert bench.n_awaited == 0
     with pytest.raises(infinity.PlacementError, match="schedule='synchronous'"):
         bench.sink.harvest(groups[2], is_final=True)
+    assert bench.n_awaited == 1
 
 
 class _SlowToTell:
@@ -220,6 +230,9 @@ class _SlowToTell:
 
     def submit_read(self, key: str, *args: object, **kwargs: object) -> Ticket:
         raise AssertionError(f"{key} is read")
+
+    def promote(self, key: str) -> None:
+        raise AssertionError(f"{key} is waited for")
 
     def submit_write(self, key: str, *args: object, **kwargs: object) -> Ticket:
         self.tickets.append(Ticket(key))

@@ -114,6 +114,21 @@ def test_a_demand_overtakes_what_is_moving() -> None:
     assert run(main()) == (pytest.approx(0.75), pytest.approx(1.25))
 
 
+def test_what_somebody_begins_to_wait_for_overtakes_what_is_moving() -> None:
+    async def main() -> tuple[float, float]:
+        store = drives(DriveModel(GB, GB, latency_s=0.0))
+        first, second = submit(store, Op.READ, "a", GB), submit(store, Op.READ, "b", GB // 4)
+        await asyncio.sleep(0.5)
+        store.promote("b")
+        await second
+        second_s = now_s()
+        await first
+        store.promote("a")  # it has been moved: nothing happens
+        return second_s, now_s()
+
+    assert run(main()) == (pytest.approx(0.75), pytest.approx(1.25))
+
+
 def test_a_full_cache_makes_writes_slow_and_drains_meanwhile() -> None:
     model = DriveModel(GB, 1e8, latency_s=0.0, slc_nbytes=9e8, slc_write_bytes_per_s=1e9)
     # While the cache fills at 1.0 it drains at 0.1: it is full after 1 s; what is left goes at the sustained rate.

@@ -19,18 +19,20 @@ _GAP = 1.10
 
 
 def random_case(seed: int, most_units: int = 6) -> Scenario:
-    """Trained units of any sizes and times around a drive of any speed; no more host memory than pins nothing."""
+    """Trained units of any sizes and times around a drive of any speed; nothing is pinned."""
     chance = random.Random(seed)
-    shapes = [UnitShape((chance.choice([1, 1, 2, 3, 6]),)) for _ in range(chance.randint(2, most_units))]
-    rate = chance.choice([2e6, 1e7, 5e7, 2e8])
-    spare_nbytes = chance.randint(0, 40) * PAGE_NBYTES // 2
-    drives = [DriveModel(rate, rate * chance.choice([0.5, 1.0, 1.5]), latency_s=0.0, duplex=1.0)]
-    time = UnitTime(chance.choice([1e-4, 1e-3, 5e-3]), chance.choice([2e-4, 2e-3, 1e-2]))
     while True:
-        scenario = make_scenario(shapes, spare_nbytes=spare_nbytes, drives=drives, time=time, speeds=_INSTANT)
+        shapes = [UnitShape((chance.choice([1, 1, 2, 3, 6]),)) for _ in range(chance.randint(2, most_units))]
+        rate = chance.choice([2e6, 1e7, 5e7, 2e8])
+        scenario = make_scenario(
+            shapes,
+            spare_nbytes=chance.randint(0, 40) * PAGE_NBYTES // 2,
+            drives=[DriveModel(rate, rate * chance.choice([0.5, 1.0, 1.5]), latency_s=0.0, duplex=1.0)],
+            time=UnitTime(chance.choice([1e-4, 1e-3, 5e-3]), chance.choice([2e-4, 2e-3, 1e-2])),
+            speeds=_INSTANT,
+        )
         if not (scenario.placement.pinned_params or scenario.placement.pinned_states):
             return scenario
-        spare_nbytes -= PAGE_NBYTES // 2
 
 
 def makespan_s(scenario: Scenario) -> float:
@@ -50,6 +52,11 @@ def check(seed: int, most_units: int = 6) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_a_small_step_is_within_ten_percent_of_the_best(seed: int) -> None:
     check(seed, most_units=4)
+
+
+def test_updates_go_first_while_backward_waits_for_memory_that_they_give_back() -> None:
+    """Else the state of the last unit waits behind shards that backward has no memory to use: 11.3 % above the best."""
+    check(1293)
 
 
 @pytest.mark.parametrize("block", range(20))

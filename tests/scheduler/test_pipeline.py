@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from infinity.order import Phase
 from infinity.residency import CopyState
 from infinity.testing import SimulatedStore
 from storage.errors import ReadError, WriteError
-from storage.types import Op, TrafficTag
+from storage.types import Op, Priority, TrafficTag
 from tests.scheduler.simulation import Simulation
 
 PAGE = SHARD_ALIGN_NUMEL * 4
@@ -28,6 +29,29 @@ async def test_reading_and_writing_of_chunks_overlap(tmp_path: Path) -> None:
     assert len(reads) == len(writes) == 8
     assert reads[1].start_s < writes[0].end_s
     assert reads[2].start_s < writes[1].end_s
+    await simulation.close()
+
+
+async def test_what_updates_read_goes_first_while_somebody_waits_for_them(tmp_path: Path) -> None:
+    store = SimulatedStore(read_bytes_per_s=PAGE, write_bytes_per_s=PAGE / 4)
+    simulation = Simulation(tmp_path, [6], window_nbytes=8 * PAGE, overlapped=False, store=store, pipeline_chunks=3)
+    for _ in range(2):
+        await simulation.train_step()
+        await simulation.pipeline.drain()
+    step = asyncio.create_task(simulation.train_step())
+    while not any("state" in transfer for transfer in store.describe_in_flight()):
+        await asyncio.sleep(0.1)
+    simulation.pipeline.hasten()
+    while not any(t.op is Op.READ and t.tag == TrafficTag("state", 2) for t in store.log[:-3]):
+        await asyncio.sleep(0.1)
+    simulation.pipeline.relax()
+    await step
+    await simulation.pipeline.drain()
+    reads = [t.priority for t in store.log if t.op is Op.READ and t.tag.kind == "state"]
+    demands = reads.count(Priority.DEMAND)
+    assert demands >= 3  # what was being read, and what has been submitted since
+    assert reads == [Priority.READ_AHEAD] * 6 + [Priority.DEMAND] * demands + [Priority.READ_AHEAD] * (6 - demands)
+    assert demands < 6
     await simulation.close()
 
 

@@ -190,6 +190,26 @@ def test_who_waits_for_a_read_waits_for_the_write_before_it(open_store: MakeStor
     assert store.cost.operations == 6
 
 
+def test_whoever_begins_to_wait_for_a_key_has_its_transfers_go_first(open_store: MakeStore, pool: HostPool) -> None:
+    held: list[HeldBackend] = []
+    store = open_store("buffered", wrap_backend=_hold(held))
+    store.create("a", PAGE)
+    store.promote("a")
+    assert held[0].promoted == []  # nothing is being moved
+    with pytest.raises(KeyError, match="no key 'b'"):
+        store.promote("b")
+    with pool.lease(PAGE, "x") as lease:
+        tickets = [store.submit_write("a", lease.memory, tag=TAG), store.submit_read("a", lease.memory, tag=TAG)]
+        store.promote("a")
+        assert held[0].promoted == ["a"]
+        for priority in (Priority.WRITE, Priority.DEMAND):  # the second was not with the backend yet
+            held[0].wait_for(1)
+            assert held[0].held[0].priority is priority
+            held[0].let_go()
+        for ticket in tickets:
+            finish(ticket)
+
+
 def test_more_than_the_capacity_makes_the_file_longer(open_store: MakeStore, pool: HostPool) -> None:
     store = open_store("auto", capacity_nbytes=16 * PAGE)
     store.create("a", 16 * PAGE)
