@@ -20,8 +20,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from infinity.errors import CheckpointError
@@ -58,19 +58,21 @@ def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Itera
     with writing(path):
         make_folders(path.parent)
         with ExitStack() as locks:
-            locks.callback(os.close, _lock(made, path, is_to_make=True))
+            locked = [_lock(made, path, is_to_make=True)]
+            locks.callback(os.close, locked[0])
             _remove_left(path.parent)
             try:
                 _empty(made)
                 yield made
                 sync_folder(made)
                 if path.exists():  # in a moment it is at `made`, which another process might take over
-                    locks.callback(os.close, _lock(path, path))
+                    locked.append(_lock(path, path))
+                    locks.callback(os.close, locked[-1])
                 _swap(made, path)
                 sync_folder(path.parent)
                 shutil.rmtree(before_of(path), ignore_errors=True)
             finally:
-                shutil.rmtree(made, ignore_errors=True)
+                _remove_own(made, locked)
 
 
 @contextmanager
@@ -178,6 +180,14 @@ def _remove_one(left: Path) -> None:
         _log.warning("removed %s, which a process that was killed had not finished", left)
     finally:
         os.close(fd)
+
+
+def _remove_own(folder: Path, locked: Sequence[int]) -> None:
+    """Remove a folder if it is one that is locked here: under a name that is free again another process may save."""
+    with suppress(OSError):  # the next save removes it then
+        there = folder.stat()
+        if any(os.path.samestat(os.fstat(fd), there) for fd in locked):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:

@@ -336,6 +336,28 @@ def test_what_another_process_is_making_stays(tmp_path: Path) -> None:
     assert found == {"step1": "of another process", "step2": "mine"}
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_who_saves_to_the_same_path_as_soon_as_it_is_there_is_not_disturbed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, can_exchange: bool
+) -> None:
+    path, synced = tmp_path / "step1", folders.sync_folder
+    if not can_exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda one, other: False)
+
+    def begin_another(folder: Path) -> None:
+        synced(folder)
+        if folder == tmp_path and not folders.made_for(path).exists():
+            folders.made_for(path).mkdir()
+
+    monkeypatch.setattr(folders, "sync_folder", begin_another)
+    _write(path, "first")
+    assert folders.made_for(path).is_dir()
+    folders.made_for(path).rmdir()
+    _write(path, "second")
+    assert folders.made_for(path).is_dir() is not can_exchange  # where the names were exchanged it was never free
+    assert (path / "content").read_text() == "second"
+
+
 def test_nothing_is_removed_where_other_machines_may_be_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = tmp_path / ".step1.infinity-saving"
     left.mkdir()
