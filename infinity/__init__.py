@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from infinity.engine import Engine
     from infinity.errors import (
         CheckpointError,
+        CheckpointNotFoundError,
         ConfigError,
         DeviceOutOfMemoryError,
         InfinityError,
@@ -52,6 +53,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "CheckpointError",
+    "CheckpointNotFoundError",
     "Config",
     "ConfigError",
     "DeviceConfig",

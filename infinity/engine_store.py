@@ -10,7 +10,7 @@ from infinity.gradients import gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.trace import Trace
 from infinity.optim.records import GroupState
-from infinity.swap_directories import swap_directories
+from infinity.swap_directories import check_directories, swap_directories
 from infinity.swap_files import create_volatile, open_log, speeds_to_start_with, storage_options, traced
 from infinity.swap_keys import swap_keys
 from storage.errors import SwapFullError
@@ -30,6 +30,7 @@ def open_store(plan: Blueprint, states: Mapping[int, GroupState], trace: Trace, 
         StorageError: a directory cannot be used, or has too little space.
     """
     nvme, placement = plan.config.nvme, plan.placement
+    check_directories(nvme.paths)
     if not placement.nvme_nbytes:
         return None
     rank = plan.collectives.ranks.global_rank if plan.collectives is not None else None

@@ -7,6 +7,7 @@ InfinityError
 ├── UnsupportedModelError     which module, what, what to do instead
 ├── NotGatheredError          parameter name, operation, what to do
 ├── CheckpointError           what is damaged or does not match, and which checkpoint is still good
+│   └── CheckpointNotFoundError(FileNotFoundError)   the path where nothing is
 ├── IterationError            the step is lost, the engine is reset; the first failure is the cause
 └── RankError                 which other rank failed, left or disagrees, and with what
 
@@ -40,6 +41,10 @@ class NotGatheredError(InfinityError, RuntimeError):
 
 class CheckpointError(InfinityError):
     """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """Nothing is where a checkpoint, or weights, should be."""
 
 
 class RankError(InfinityError):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
+import os
 import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,7 +41,8 @@ def swap_directories(paths: Sequence[Path] | None, *, rank: int | None = None) -
         StorageError: one cannot be made.
     """
     if paths is not None:
-        for path in paths:
+        for path in paths:  # one after the other: one may lie in the one before
+            _check_directory(path)
             _make_directory(path)
         if rank is None:
             yield paths
@@ -77,12 +80,6 @@ def _make_directory(path: Path) -> None:
     """
     if path.is_dir():
         return
-    parent = path.absolute().parent
-    if not parent.is_dir():
-        raise ConfigError(
-            f"nvme.paths: {path} cannot be made, because there is no folder {parent} to make it in. Check the "
-            f"spelling, and whether the drive is mounted; if it shall lie there: mkdir -p {shlex.quote(str(path))}"
-        )
     with _told(path):
         try:
             path.mkdir()
@@ -96,6 +93,31 @@ def _make_directory(path: Path) -> None:
         "and mount it",
         *(path, _place_of(path), free),
     )
+
+
+def check_directories(paths: Sequence[Path] | None) -> None:
+    """Refuse given directories that could not be made. Makes nothing: a run that fits in memory needs none.
+
+    Raises:
+        ConfigError: the folder in which one should lie is missing too.
+        StorageError: one is a file.
+    """
+    to_make: set[Path] = set()
+    for path in paths or ():
+        _check_directory(path, to_make)
+        to_make.add(path.absolute())
+
+
+def _check_directory(path: Path, to_make: Container[Path] = ()) -> None:
+    """Args: to_make: what will be there by then."""
+    parent = path.absolute().parent
+    if not path.is_dir() and not parent.is_dir() and parent not in to_make:
+        raise ConfigError(
+            f"nvme.paths: {path} cannot be made, because there is no folder {parent} to make it in. Check the "
+            f"spelling, and whether the drive is mounted; if it shall lie there: mkdir -p {shlex.quote(str(path))}"
+        )
+    if path.exists() and not path.is_dir():  # in this order: another rank may be making it
+        raise make_directory_error(path, FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)))
 
 
 def _place_of(path: Path) -> str:

@@ -16,7 +16,8 @@ PACKAGES = ("infinity", "storage")
 # What decides and what computes; it runs without an engine, so that it can be tested without one.
 PURE = ("layout", "units", "order", "placement", "readahead")
 PUBLIC = """
-    Adam AdamW CheckpointError Config ConfigError DeviceConfig DeviceKind DeviceOutOfMemoryError Durability Engine
+    Adam AdamW CheckpointError CheckpointNotFoundError Config ConfigError DeviceConfig DeviceKind DeviceOutOfMemoryError
+    Durability Engine
     GradScaler HostConfig InfinityError IterationError Lion NotGatheredError NvmeConfig PlacementError Precision
     RankError SGD Schedule UnsupportedModelError clip_grad_norm_ empty_init gathered offload
 """

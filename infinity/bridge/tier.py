@@ -33,7 +33,7 @@ from infinity.observe.trace import Trace
 from infinity.optim.hyper import Hyper
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.sizes import format_nbytes
-from infinity.swap_directories import swap_directories
+from infinity.swap_directories import check_directories, swap_directories
 from infinity.swap_files import open_log, speeds_to_start_with, storage_options, traced
 from storage.budget import TierBudget
 from storage.pool import HostPool
@@ -356,9 +356,10 @@ def _refuse_settings(config: Config) -> None:
 def _open_store(
     config: Config, plan: StatePlan, local_size: int, trace: Trace, stack: ExitStack
 ) -> ShardStore | None:
+    nvme = config.nvme
+    check_directories(nvme.paths)
     if not plan.nvme_nbytes:
         return None
-    nvme = config.nvme
     is_one_of_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     rank = dist.get_rank() if is_one_of_several else None
     paths = stack.enter_context(swap_directories(nvme.paths, rank=rank))

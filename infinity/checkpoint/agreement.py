@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 
 from infinity.checkpoint.format import DamagedCheckpointError
-from infinity.errors import CheckpointError, RankError
+from infinity.errors import CheckpointError, CheckpointNotFoundError, RankError
 from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause
 
-_DAMAGED = "damaged"
+_KINDS = {"damaged": DamagedCheckpointError, "not found": CheckpointNotFoundError}
 
 
 class Agreement(Protocol):
@@ -85,12 +85,12 @@ class AllRanks:
         except RankError:
             raise  # there is nobody to tell
         except BaseException as error:
-            kind = _DAMAGED if isinstance(error, DamagedCheckpointError) else "failed"
+            kind = next((name for name, one in _KINDS.items() if isinstance(error, one)), "failed")
             self.texts(f"{kind}: {type(error).__name__}: {error}")
             raise
         said = self.texts("")
         for rank, text in zip(self.members, said, strict=True):
             if text:
                 kind, _, reason = text.partition(": ")
-                error_class = DamagedCheckpointError if kind == _DAMAGED else CheckpointError
+                error_class = _KINDS.get(kind, CheckpointError)
                 raise error_class(f"{what} failed on rank {rank}: {reason}")

@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from infinity.checkpoint.folder import before_of
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, CheckpointNotFoundError
 from storage.durable import DURABLE_PREFIX, durable_folder
 
 VERSION = 2
@@ -171,13 +171,14 @@ def read_index(folder: Path) -> Index:
     """The index of the checkpoint in `folder`.
 
     Raises:
+        CheckpointNotFoundError: nothing is there.
         CheckpointError: there is no checkpoint, its index is damaged, or it has another version.
     """
     path = folder / INDEX_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DamagedCheckpointError(_not_there(folder)) from error
+        raise _not_there(folder) from error
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
@@ -225,12 +226,19 @@ def _named(versions: object) -> str:
     return ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else str(versions)
 
 
-def _not_there(folder: Path) -> str:
+def _not_there(folder: Path) -> CheckpointError:
     before = before_of(folder)
     if (before / INDEX_FILE).exists():
-        return f"there is no checkpoint at {folder}, saving was interrupted; the one before is at {before}: use it"
+        return DamagedCheckpointError(
+            f"there is no checkpoint at {folder}, saving was interrupted; the one before is at {before}: use it"
+        )
     if not folder.exists():
-        return f"there is no checkpoint at {folder}: nothing is there; check the path"
+        return CheckpointNotFoundError(f"there is no checkpoint at {folder}: nothing is there; check the path")
+    return DamagedCheckpointError(_why_none(folder))
+
+
+def _why_none(folder: Path) -> str:
+    """What is in a folder that is no checkpoint."""
     if durable_folder(folder).is_dir() or folder.name.startswith(DURABLE_PREFIX):
         return (
             f"there is no checkpoint at {folder}: a run with durability='step' lies there. Continue it (resume=True, "
@@ -240,7 +248,7 @@ def _not_there(folder: Path) -> str:
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint, or a part of it, is not there or not what was written; another one may be."""
+    """A checkpoint, or a part of it, is not what was written; another one may be."""
 
 
 def damaged(path: Path, how: str) -> DamagedCheckpointError:

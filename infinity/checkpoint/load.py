@@ -38,7 +38,7 @@ from infinity.checkpoint.rng import restore_rng_state
 from infinity.checkpoint.save import Beside
 from infinity.checkpoint.series import candidates
 from infinity.checkpoint.tiers import CHECKPOINT_STEP, Tiers, Values, blank_moment
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, CheckpointNotFoundError
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.iteration import Iteration
@@ -69,13 +69,13 @@ def load_checkpoint(
     """
     ranks = ranks or OneRank()
     runtime.saver.settle()  # one of them may be what is to be loaded
-    first: DamagedCheckpointError | None = None
+    first: CheckpointError | None = None
     with ranks.together(f"loading {path}"):
         found = candidates(path)
     for folder in found:
         try:
             return _load(runtime, updates, iteration, folder, beside, ranks)
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, CheckpointNotFoundError) as error:
             first = first or error
             if folder != found[-1]:
                 _log.warning("%s. The checkpoint before it is tried: %s", error, found[found.index(folder) + 1])

@@ -42,9 +42,9 @@ def reported(*, debug: bool) -> Iterator[None]:
 
 
 def _code_of(error: Exception) -> int:
-    from infinity.errors import ConfigError, PlacementError
+    from infinity.errors import CheckpointNotFoundError, ConfigError, PlacementError
 
-    return EXIT_USAGE if isinstance(error, ConfigError | PlacementError) else EXIT_FAILURE
+    return EXIT_USAGE if isinstance(error, CheckpointNotFoundError | ConfigError | PlacementError) else EXIT_FAILURE
 
 
 def _block(error: Exception, debug: bool) -> str:

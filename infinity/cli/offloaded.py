@@ -72,8 +72,7 @@ def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
             return session.finish()
         except BaseException as error:
             with undisturbed():
-                session.close()
-                recording.fail(error, engine.trace)
+                recording.fail(error, engine.trace, session.close())
             raise
 
 
@@ -172,10 +171,9 @@ class _Session:
             before=before,
         )
 
-    def close(self) -> None:
+    def close(self) -> list[WearReport]:
         """However the run ends, what it has written counts."""
-        if self._wear is not None:
-            self._wear.close()
+        return [] if self._wear is None else self._wear.report()
 
     def _is_worn(self, step: int, last_step: int) -> bool:
         """Do what the wear budget asks for after a step; whether the run has to stop."""

@@ -12,7 +12,10 @@ from infinity.cli.failures import reported
 
 def report(
     run: Annotated[
-        Path, typer.Argument(help="Folder of `train --record`, or file of `train --json`.", show_default=False)
+        Path,
+        typer.Argument(
+            help="Folder of `train --record` or of a RunRecorder, or file of `train --json`.", show_default=False
+        ),
     ],
     output: Annotated[
         Path | None, typer.Option(help="Write the page to this file.", show_default="RUN/report.html or RUN.html")

@@ -138,10 +138,17 @@ def _check_ranks(options: TrainOptions) -> None:
             raise ConfigError(f"{name} works with one rank, and this job has {size}; leave it out")
 
 
+def _refuse_unknown(precision: str) -> None:
+    """Name what this loop trains in, not all that a config may ask for."""
+    if precision not in list(Precision):
+        raise ConfigError(f"precision = {precision!r}: allowed: 'fp32', 'bf16'")
+
+
 def _engine_config(options: TrainOptions) -> Config:
     config = Config.load(options.config) if options.config is not None else Config()
     changes: dict[str, Any] = {}
     if options.precision is not None:
+        _refuse_unknown(options.precision)
         changes["precision"] = options.precision
     if options.activations is not None:
         changes["activations"] = {"policy": options.activations}

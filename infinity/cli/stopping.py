@@ -18,6 +18,9 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 class Terminated(KeyboardInterrupt):
     """SIGTERM, taken like Ctrl-C: what was opened gets closed."""
 
+    def __str__(self) -> str:
+        return "stopped by SIGTERM"
+
 
 @contextmanager
 def stoppable() -> Iterator[None]:

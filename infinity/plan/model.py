@@ -10,7 +10,9 @@ fused kernels of CPUs and GPUs never store them.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,18 +120,34 @@ def model_plan(
     Raises:
         ConfigError: the source is not there or does not give a model.
     """
-    with empty_init():
-        name, module = _build(source)
-    specs = partition(module, resident_threshold_nbytes=resident_threshold_nbytes, unit_classes=unit_classes)
-    if not specs:
-        raise UnsupportedModelError(f"{name} has no parameters; there is nothing to plan")
+    with _importable(source):
+        with empty_init():
+            name, module = _build(source)
+        specs = partition(module, resident_threshold_nbytes=resident_threshold_nbytes, unit_classes=unit_classes)
+        if not specs:
+            raise UnsupportedModelError(f"{name} has no parameters; there is nothing to plan")
+        try:
+            work, order = _trace(module, specs, seq, batch, activation_itemsize)
+            is_traced = True
+        except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError):
+            work, order = _estimate(specs, seq * batch), ()
+            is_traced = False
+        return ModelPlan(name, module, specs, work, order, seq, batch, is_traced)
+
+
+@contextmanager
+def _importable(source: str | GptShape) -> Iterator[None]:
+    """A factory may lie in the current folder, as with `python -m`; what it imports while it is traced may too."""
+    if isinstance(source, GptShape) or ":" not in source or Path(source).exists():
+        yield
+        return
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
     try:
-        work, order = _trace(module, specs, seq, batch, activation_itemsize)
-        is_traced = True
-    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError):
-        work, order = _estimate(specs, seq * batch), ()
-        is_traced = False
-    return ModelPlan(name, module, specs, work, order, seq, batch, is_traced)
+        yield
+    finally:
+        with suppress(ValueError):  # the factory took it out
+            sys.path.remove(here)
 
 
 def _build(source: str | GptShape) -> tuple[str, nn.Module]:
@@ -166,6 +184,9 @@ def _from_factory(source: str) -> nn.Module:
     module_name, _, attribute = source.partition(":")
     try:
         factory: Callable[[], object] = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        looked = f"looked in the current folder {Path.cwd()}, in PYTHONPATH and among what is installed"
+        raise ConfigError(f"--model {source}: cannot be imported: {error}; {looked}") from error
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--model {source}: cannot be imported: {error}") from error
     model = factory()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from infinity.report import charts
 from infinity.report.document import KEYS, Document
 from infinity.report.record import RunRecord, RunState
-from infinity.report.tables import WHEN_IT_ENDS, overview, prediction, settings, stalls, wear
+from infinity.report.tables import WHEN_IT_ENDS, count_steps, overview, prediction, settings, stalls, wear
 
 
 class _Section(NamedTuple):
@@ -98,12 +98,14 @@ def _heading(record: RunRecord) -> str:
 
 def _notice(record: RunRecord) -> str:
     """How a run ended that did not come to its end."""
-    steps = len(record.run["step_seconds"])
+    steps = count_steps(record)
     if record.state is RunState.FINISHED:
         return ""
     if record.state is RunState.RUNNING:
-        what = f"This run has not ended, or its process was killed: {steps} steps are recorded."
+        what = f"This run has not ended, or its process was killed: {steps} recorded."
         return f'<div class="notice" role="status"><strong>Not finished.</strong> {what}</div>'
+    ended = "Interrupted" if record.state is RunState.INTERRUPTED else "Failed"
+    when = f"after {steps}" if record.run["step_seconds"] else "before its first step"
     error: dict[str, Any] = record.run.get("error") or {}
     told = f"<p>{escape(str(error.get('message', 'The reason is not recorded.')))}</p>"
     report = error.get("report")
@@ -111,4 +113,4 @@ def _notice(record: RunRecord) -> str:
         told += (
             f"<details><summary>Where everything was</summary><pre tabindex='0'>{escape(str(report))}</pre></details>"
         )
-    return f'<div class="notice" role="alert"><strong>Failed after {steps} steps.</strong>{told}</div>'
+    return f'<div class="notice" role="alert"><strong>{ended} {when}.</strong>{told}</div>'

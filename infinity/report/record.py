@@ -15,6 +15,7 @@ from infinity.errors import ConfigError
 RUN_FILE, METRICS_FILE, TRACE_FILE = "run.json", "metrics.jsonl", "trace.json"
 _NEEDED = ("config", "model", "budgets")
 _MEASURED = ("losses", "step_seconds", "stalls", "traffic")
+_EXPECTED = "give the folder that `infinity train --record` or a RunRecorder was given, or the file of `train --json`"
 _STALL_PREFIX, _STALL_SUFFIX = "stall/", "_s"
 
 
@@ -23,6 +24,7 @@ class RunState(StrEnum):
 
     RUNNING = "running"
     FAILED = "failed"
+    INTERRUPTED = "interrupted"
     FINISHED = "finished"
 
 
@@ -45,7 +47,7 @@ class RunRecord:
 
     @property
     def state(self) -> RunState:
-        """Whether the run has finished, has failed, or was still going on."""
+        """Whether the run has finished, has failed, was stopped, or was still going on."""
         return RunState(self.run.get("state", RunState.FINISHED))
 
     @classmethod
@@ -57,14 +59,13 @@ class RunRecord:
         """
         folder = path if path.is_dir() else None
         file = path / RUN_FILE if folder else path
-        run = _read_json(file)
+        run = _read_run(file)
         is_finished = not isinstance(run, dict) or run.get("state", RunState.FINISHED) == RunState.FINISHED
         needed = (*_NEEDED, *_MEASURED) if is_finished else _NEEDED
         missing = [key for key in needed if not isinstance(run, dict) or key not in run]
         if missing:
             raise ConfigError(
-                f"{file}: is not what `infinity train --json` writes (without {', '.join(missing)}); give its file, or "
-                "the folder of `infinity train --record`"
+                f"{file}: is not what `infinity train --json` writes (without {', '.join(missing)}); {_EXPECTED}"
             )
         steps = _read_lines(path / METRICS_FILE) if folder else []
         if not is_finished:
@@ -94,6 +95,13 @@ def _measured_by(steps: Sequence[dict[str, Any]], at_start: dict[str, float]) ->
 def _numbers(losses: Sequence[float | None]) -> list[float]:
     """JSON has no NaN; it stands there as null."""
     return [math.nan if loss is None else loss for loss in losses]
+
+
+def _read_run(path: Path) -> Any:
+    try:
+        return _read_json(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_EXPECTED}") from error.__cause__
 
 
 def _read_json(path: Path) -> Any:

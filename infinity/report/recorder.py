@@ -30,11 +30,11 @@ from infinity.errors import ConfigError
 from infinity.json_text import json_text
 from infinity.observe.counters import by_prefix, drive_facts
 from infinity.observe.exporters import JsonLines
-from infinity.observe.shortages import report_of
 from infinity.observe.tolerant import TolerantSink
 from infinity.optim.base import OffloadedOptimizer
 from infinity.plan.wear_guard import WearGuard
 from infinity.replacing import replaced_file
+from infinity.report.ending import how_it_ended
 from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunState
 from storage.closing import Closing
 from storage.paths import StrPath
@@ -115,12 +115,9 @@ class RunRecorder(Closing):
             "stalls": by_prefix(self._counters, "stall/", "_s"),
             "wear": [one.to_json() for one in wear],
         }
-        state = RunState.FINISHED
-        if self._error is not None:
-            told = {"message": f"{type(self._error).__name__}: {self._error}", "report": report_of(self._error)}
-            measured, state = measured | {"error": told}, RunState.FAILED
+        measured |= {"state": RunState.FINISHED.value} if self._error is None else how_it_ended(self._error)
         try:
-            self._write(state, measured)
+            self._write(measured)
             self._source.trace.write_chrome(self._folder / TRACE_FILE)
         except OSError as error:
             _log.warning("the record of the run in %s is not complete: %s", self._folder, error)
@@ -137,15 +134,15 @@ class RunRecorder(Closing):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run
-            self._write(RunState.RUNNING, {"counters_at_start": self._counters})
+            self._write({"state": RunState.RUNNING.value, "counters_at_start": self._counters})
         except OSError as error:
             raise ConfigError(f"{self._folder}: cannot be written: {error.strerror or error}") from error
         return TolerantSink(JsonLines(self._folder / METRICS_FILE), f"the record of the run in {self._folder}")
 
-    def _write(self, state: RunState, more: Mapping[str, Any]) -> None:
+    def _write(self, more: Mapping[str, Any]) -> None:
         run = self._described() | {"environment": describe_machine(), "first_step": self._first_step, **more}
         with replaced_file(self._folder / RUN_FILE) as file:
-            file.write(json_text(run | {"state": state.value}, indent=1))
+            file.write(json_text(run, indent=1))
 
     def _described(self) -> dict[str, Any]:
         """The parts of a run that are the same from its beginning to its end, and what it moved."""

@@ -17,6 +17,12 @@ Cell = str | tuple[str, str]
 """Text, or text with a class."""
 
 
+def count_steps(record: RunRecord) -> str:
+    """How many steps are recorded, with the word."""
+    steps = len(record.run["step_seconds"])
+    return f"{steps:,} step{'s' if steps != 1 else ''}"
+
+
 def overview(record: RunRecord) -> str:
     """The run in a few figures."""
     run = record.run
@@ -65,7 +71,7 @@ def stalls(record: RunRecord) -> str:
     ]
     rest_row = (_key(SERIES[0]) + "everything else", *_seconds(rest, total_s), "")
     head = ("waited for", ("seconds", "number"), ("of all steps", "number"), "what removes it")
-    caption = f"<p>{len(run['step_seconds']):,} steps, {total_s:,.2f} s: the training thread's waits by cause.</p>"
+    caption = f"<p>{count_steps(record)}, {total_s:,.2f} s: the training thread's waits by cause.</p>"
     table = _table(head, [*rows, rest_row], kind="words")
     return f'{caption}<div class="time" aria-hidden="true">{bar}</div>{table}'
 

@@ -23,7 +23,7 @@ from infinity.checkpoint.format import BUFFERS_FILE, INDEX_FILE, PARAMETER, dama
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.series import LATEST_FILE, candidates
 from infinity.checkpoint.tensor_file import TensorFileReader
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, CheckpointNotFoundError
 from infinity.weights.torch_file import TorchFile
 from infinity.weights.zero_checkpoint import is_zero_checkpoint
 from storage.closing import Closing
@@ -159,13 +159,14 @@ def open_weights(path: StrPath) -> Weights:
     """Open a file with weights, or a folder of them; see the table of this module.
 
     Raises:
-        CheckpointError: nothing there, damaged, or of no known kind.
+        CheckpointNotFoundError: nothing is there.
+        CheckpointError: damaged, or of no known kind.
     """
     path = Path(path)
     if path.is_dir():
         return Weights(path, _files_of(path))
     if not path.exists():
-        raise CheckpointError(f"there are no weights at {path}: nothing is there; check the path")
+        raise CheckpointNotFoundError(f"there are no weights at {path}: nothing is there; check the path")
     if path.name.endswith(_INDEX_SUFFIX):
         return Weights(path, _indexed(path))
     return Weights(path, [(path, None)])

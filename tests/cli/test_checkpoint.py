@@ -177,10 +177,18 @@ def test_a_resharded_checkpoint_goes_on_with_the_same_bits(saved: Path, tmp_path
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("export", "out"), ("reshard", "out")])
+def test_a_checkpoint_that_is_not_there_is_bad_usage(tmp_path: Path, command: tuple[str, ...]) -> None:
+    name, *target = command
+    code, _, error = call("checkpoint", name, tmp_path / "nowhere", *(tmp_path / one for one in target))
+    assert code == 2
+    assert "nowhere: nothing is there; check the path" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("inspect", "nowhere"), "nothing is there"),
         (("export", "SAVED", "out", "--dtype", "int3"), "allowed are fp32, bf16, fp16"),
         (("export", "SAVED", "out", "--shard-size", "5G"), "5GiB or 5GB"),
         (("export", "SAVED", "out", "--merge"), "no adapter to merge"),

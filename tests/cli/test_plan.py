@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +145,22 @@ def test_bad_usage_is_refused(arguments: tuple[str, ...], message: str) -> None:
     code, _, error = call("plan", "--preset", "tiny", *arguments)
     assert code == 2
     assert message in error
+
+
+def test_a_factory_in_the_current_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python -m` finds it; the import path is as it was afterwards."""
+    (tmp_path / "models_here.py").write_text(
+        "import torch\n\n\ndef make():\n    import shapes_here\n\n    return torch.nn.Linear(8, shapes_here.WIDTH)\n"
+    )
+    (tmp_path / "shapes_here.py").write_text("WIDTH = 4\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    for name in ("models_here", "shapes_here"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    code, output, error = call("plan", "--model", "models_here:make", "--seq", "4", "--batch", "1")
+    assert code == 0, error
+    assert "models_here:make" in output
+    assert sys.path == before
+    code, _, error = call("plan", "--model", "none_here:make", "--seq", "4", "--batch", "1")
+    assert code == 2
+    assert f"No module named 'none_here'; looked in the current folder {tmp_path}" in error.replace("\n", " ")

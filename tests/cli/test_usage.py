@@ -71,7 +71,7 @@ def test_help_does_not_import_torch() -> None:
     ("arguments", "message"),
     [
         (["--preset", "huge"], "allowed: tiny, small"),
-        (["--precision", "fp8"], "allowed: 'fp32', 'bf16'"),
+        (["--precision", "fp8"], "allowed: 'fp32', 'bf16'\n"),
         (["--device", "tpu"], "allowed: 'auto', 'cpu'"),
         (["--host-budget", "20G"], "did you mean 20GiB"),
         (["--hidden", "100", "--heads", "3"], "multiple of heads"),

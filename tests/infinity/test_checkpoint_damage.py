@@ -99,6 +99,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_path_where_nothing_is_has_an_error_of_its_own(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(infinity.CheckpointNotFoundError, match="typo: nothing is there; check the path") as caught:
+        run.load(tmp_path / "typo")
+    assert isinstance(caught.value, infinity.CheckpointError) and isinstance(caught.value, FileNotFoundError)
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_cannot_be_loaded_changes_nothing(run: Run, saved: Path, name: str) -> None:
     damage, message = DAMAGES[name]

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import infinity
 from infinity.errors import ConfigError
 from infinity.swap_directories import default_directory, swap_directories
 from storage import filesystems
 from storage.errors import StorageError
 from storage.filesystems import Mount
+from tests.zoo import Net
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +87,22 @@ def test_nothing_is_made_where_its_parent_is_missing(tmp_path: Path, rank: int |
     with pytest.raises(ConfigError, match=refusal), swap_directories(paths, rank=rank):
         pass
     assert entries(tmp_path) == [there]
+
+
+def test_what_fits_in_memory_does_not_hide_a_slip(tmp_path: Path) -> None:
+    """The folders are looked at in any case, and none is made where none is needed."""
+    slip, fine = tmp_path / "nope" / "a", tmp_path / "fine"
+    for model in (Net(), Net()):
+        with pytest.raises(ConfigError, match=f"{slip} cannot be made, because there is no folder {slip.parent}"):
+            infinity.offload(model, infinity.Config(nvme={"paths": [fine, slip]}))
+    with pytest.raises(ConfigError, match=f"{slip} cannot be made"):
+        infinity.AdamW(Net().parameters(), config=infinity.Config(nvme={"paths": [slip]}))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file cannot hold swap files"):
+        infinity.offload(Net(), infinity.Config(nvme={"paths": [tmp_path / "file"]}))
+    with infinity.offload(Net(), infinity.Config(nvme={"paths": [fine, fine / "inner"]})) as engine:
+        assert engine.plan.placement.nvme_nbytes == 0
+    assert entries(tmp_path) == [tmp_path / "file"]
 
 
 def test_a_file_in_the_place_of_a_directory_is_told(tmp_path: Path) -> None:

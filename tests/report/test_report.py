@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 
 from infinity.cli.files import write_json
 from infinity.cli.records import StepRecord
+from infinity.cli.stopping import Terminated
 from infinity.errors import ConfigError
 from infinity.plan.timeline import Span
 from infinity.report.charts import drives, losses, stalls_by_step, step_times, tiers, timeline
+from infinity.report.ending import how_it_ended
 from infinity.report.page import page
 from infinity.report.plan_page import plan_page, sweep_figure, timeline_figure
 from infinity.report.record import METRICS_FILE, RUN_FILE, TRACE_FILE, RunRecord, RunState
@@ -173,7 +176,7 @@ def test_a_run_that_failed_says_why_and_where_everything_was(tmp_path: Path) -> 
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path: Path) -> None:
-    assert "Failed after 0 steps." in page(unfinished(tmp_path, 0, state="failed", error=None))
+    assert "Failed before its first step." in page(unfinished(tmp_path, 0, state="failed", error=None))
 
 
 def test_the_first_step_has_its_own_traffic_only() -> None:
@@ -218,6 +221,18 @@ def test_a_failed_run_leaves_a_record(tmp_path: Path) -> None:
     assert len(record.steps) == len(record.run["losses"])
     assert record.spans
     assert "Failed after" in page(record)
+    (wear,) = record.run["wear"]
+    assert " written by the steps" in wear["text"] and escape(wear["text"]) in page(record)
+
+
+def test_a_run_that_was_stopped_is_not_called_failed(tmp_path: Path) -> None:
+    """One step is one step, wherever the page counts them."""
+    html = page(unfinished(tmp_path, 1, **how_it_ended(KeyboardInterrupt())))
+    assert "<strong>Interrupted after 1 step.</strong><p>stopped by Ctrl-C</p>" in html
+    assert "<p>1 step, " in html
+    assert "1 steps" not in html and "Failed after" not in html
+    stopped = page(unfinished(tmp_path, 0, **how_it_ended(Terminated())))
+    assert "<strong>Interrupted before its first step.</strong><p>stopped by SIGTERM</p>" in stopped
 
 
 def _stuck_after(n_transfers: int) -> Callable[[Backend], Backend]:
@@ -292,6 +307,13 @@ def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
     code, _, error = call("report", tmp_path / "none.json")
     assert code == 2
     assert "none.json: cannot be read" in error
+
+
+def test_a_file_of_a_run_names_the_folder_that_is_wanted(tmp_path: Path) -> None:
+    unfinished(tmp_path, 2)
+    code, _, error = call("report", tmp_path / METRICS_FILE)
+    assert code == 2
+    assert "give the folder that `infinity train --record` or a RunRecorder was given" in error
 
 
 def test_record_refuses_files_elsewhere(tmp_path: Path) -> None:
