@@ -1,19 +1,25 @@
 """The order in which constructors use random number generators.
 
-Operations without memory draw nothing. To see where a constructor seeds a generator or puts back an earlier state, each
-recorded drawing really draws one number: so the states are all different, and one that is not the last names the point
-to which the constructor went back, or is new. When the recording ends the generator is given back as it was.
+Operations without memory draw nothing. To see where a constructor seeds a generator or puts back an earlier state, a
+number is written into the generator's state when the recording begins and after each recorded drawing: so the states
+are all different, and one that is not the last names the point to which the constructor went back, or is new. When the
+recording ends the default generator is given back as it was. One that was passed gets a mark too, so that a later
+recording can tell whether it goes on or has been seeded in the same way once more.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
 from infinity.errors import UnsupportedModelError
 from infinity.recording.tape import Operation, Reseeded, Tape, Track
 from infinity.torch_compat import generator_id
+
+_MARKED_WORD = 100  # one of the 624 words of the Mersenne Twister: 64 bits each in a state, of which 32 count
+_LEFT = 0
 
 
 @dataclass(slots=True)
@@ -36,7 +42,10 @@ class Generators:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._watched: dict[int, _Watched] = {}
+        self._marks = count(_LEFT + 1)
         self.before_drawing(torch.default_generator)
+        known = self._watched[generator_id(torch.default_generator)]
+        known.points = {self._mark(known): _Point(None, known.base)}
 
     def before_drawing(self, generator: torch.Generator) -> Track:
         """Note whether the generator's state has been set since it last drew.
@@ -48,7 +57,8 @@ class Generators:
         key = _key(state)
         known = self._watched.get(generator_id(generator))
         if known is None:
-            self._refuse_anothers(key)
+            state = self._of_another(state, key)
+            key = _key(state)
             track = Track(generator, start=state, left=state)
             self._tape.tracks.append(track)
             self._watched[generator_id(generator)] = _Watched(track, key, state, {key: _Point(None, state)})
@@ -57,7 +67,7 @@ class Generators:
             point = known.points.get(key)
             known.present = key
             if point is None:
-                self._refuse_anothers(key)
+                state = self._of_another(state, key)
                 known.base = state
                 self._tape.entries.append(Reseeded(known.track, state=state))
             else:
@@ -65,7 +75,12 @@ class Generators:
                 self._tape.entries.append(Reseeded(known.track, after=point.after))
         return known.track
 
-    def _refuse_anothers(self, key: bytes) -> None:
+    def _of_another(self, state: torch.Tensor, key: bytes) -> torch.Tensor:
+        """The state that a recorded one stands for: another generator may have been in it.
+
+        Raises:
+            UnsupportedModelError: it is not known yet.
+        """
         points = [known.points[key] for known in self._watched.values() if key in known.points]
         if any(point.after is not None for point in points):
             raise UnsupportedModelError(
@@ -73,6 +88,14 @@ class Generators:
                 "under infinity.empty_init(). Seed it instead, as in torch.Generator().manual_seed(SEED), or build the "
                 "model outside infinity.empty_init()"
             )
+        return points[0].base if points else state
+
+    def _mark(self, known: _Watched) -> bytes:
+        """Give a generator a state that it has had never before."""
+        state = _marked(known.track.generator.get_state(), next(self._marks))
+        known.track.generator.set_state(state)
+        known.present = _key(state)
+        return known.present
 
     def drawn(self, operation: Operation) -> None:
         """An operation that draws has been recorded, and done if it had memory."""
@@ -80,9 +103,7 @@ class Generators:
             return
         generator = operation.track.generator
         known = self._watched[generator_id(generator)]
-        torch.rand(1, generator=generator, device="cpu")
-        known.present = _key(generator.get_state())
-        known.points[known.present] = _Point(operation, known.base)
+        known.points[self._mark(known)] = _Point(operation, known.base)
 
     def end(self) -> None:
         """The recording ends.
@@ -95,8 +116,16 @@ class Generators:
                 self.before_drawing(known.track.generator)
         finally:
             for known in self._watched.values():
-                known.track.generator.set_state(known.base)
-                known.track.left = known.base
+                is_default = generator_id(known.track.generator) == generator_id(torch.default_generator)
+                left = known.base if is_default else _marked(known.base, _LEFT)
+                known.track.generator.set_state(left)
+                known.track.left = left
+
+
+def _marked(state: torch.Tensor, mark: int) -> torch.Tensor:
+    marked = state.clone()
+    marked.view(torch.int64)[_MARKED_WORD] = mark
+    return marked
 
 
 def _key(state: torch.Tensor) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import current_thread
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.errors import UnsupportedModelError
 from infinity.recording.tape import Block, Origin, Tape, Track
 from infinity.torch_compat import generator_id
 
@@ -38,16 +40,28 @@ def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
 
 @contextmanager
 def noting_versions() -> Iterator[None]:
-    """Remember the state in which the parameters that modules get in the block are left at its end."""
+    """Remember the state in which the parameters that modules get in the block are left at its end.
+
+    Raises:
+        UnsupportedModelError: modules were made by another thread meanwhile, of which nothing is recorded.
+    """
     seen: dict[int, nn.Parameter] = {}
+    elsewhere: list[str] = []
 
     def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not is_recording():
+            elsewhere.append(f"parameter {name!r} of a {type(module).__name__} in thread {current_thread().name!r}")
         if parameter is not None and parameter.is_meta:
             seen[id(parameter)] = parameter
 
     handle = register_module_parameter_registration_hook(note)
     try:
         yield
+        if elsewhere:
+            raise UnsupportedModelError(
+                f"while infinity.empty_init() recorded here, another thread made {elsewhere[0]}, with random numbers "
+                "out of order. Build models in the thread that is inside infinity.empty_init(), one at a time"
+            )
     finally:
         handle.remove()
         for parameter in seen.values():

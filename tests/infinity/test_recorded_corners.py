@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -68,7 +69,33 @@ def _empty(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
         return make()
 
 
-@pytest.mark.parametrize("make", [Skipped, Lazy, Tried, Legacy])
+class SameSeed(nn.Module):
+    """Goes back to a state after a seed that was set twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.first = nn.Parameter(torch.rand(5))
+        state = torch.get_rng_state()
+        torch.manual_seed(13)
+        self.second = nn.Parameter(torch.randn(50))
+        torch.set_rng_state(state)
+        self.third = nn.Parameter(torch.rand(5))
+
+
+class SameState(nn.Module):
+    """A generator of its own begins where the default one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator()
+        own.set_state(torch.get_rng_state())
+        self.first = nn.Parameter(torch.rand(5, generator=own))
+        self.second = nn.Parameter(torch.rand(3))
+        self.third = nn.Parameter(torch.rand(5, generator=own))
+
+
+@pytest.mark.parametrize("make", [Skipped, Lazy, Tried, Legacy, SameSeed, SameState])
 def test_same_values_as_ordinary_construction(offload: MakeEngine, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     plain = make()
@@ -134,3 +161,44 @@ def test_an_error_in_a_constructor_leaves_everything_as_it_was() -> None:
     assert not nn.Linear(3, 3).weight.is_meta
     with infinity.empty_init():
         assert nn.Linear(3, 3).weight.is_meta
+
+
+_OWN = torch.Generator()
+
+
+class Seeded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        _OWN.manual_seed(0)
+        self.own = nn.Parameter(torch.randn(9, generator=_OWN))
+        self.more = nn.Parameter(torch.randn(9, generator=_OWN))
+        self.before = nn.Linear(WIDTH, 3)
+        torch.manual_seed(3)
+        self.after = nn.Linear(WIDTH, 3)
+
+
+def test_a_second_recording_that_seeds_as_the_first_one_does(offload: MakeEngine) -> None:
+    """A seed that had been set before the first recording was taken for the state in which the second one began."""
+    torch.manual_seed(3)
+    plain = [Seeded(), Seeded()]
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    models: list[nn.Module] = []
+    for _ in plain:
+        with infinity.empty_init():
+            models.append(Seeded())
+    for model, wanted in zip(models, plain, strict=True):
+        offload(model)
+        got = gathered_parameters(model)
+        assert [name for name, value in wanted.named_parameters() if not torch.equal(got[name], value)] == []
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_modules_of_another_thread_are_refused() -> None:
+    refused = pytest.raises(infinity.UnsupportedModelError, match=r"another thread made parameter 'weight' of a Linear")
+    with refused, infinity.empty_init():
+        nn.Linear(3, 3)
+        thread = Thread(target=lambda: nn.Linear(3, 3))
+        thread.start()
+        thread.join()
+    assert not nn.Linear(3, 3).weight.is_meta
