@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from infinity.config import Precision
 from infinity.devices.base import Device
@@ -18,7 +20,7 @@ from infinity.units import ROOT_NAME, UnitSpec
 def make_groups(
     specs: Sequence[UnitSpec], precision: Precision, kernel: Kernel, device: Device, sharding: Sharding = ALONE
 ) -> tuple[list[FlatGroup], list[Unit]]:
-    """The flat groups of what `partition` found, one per unit, dtype and whether it trains; and the units over them.
+    """The flat groups of what `partition` found, one per unit, dtypes and whether it trains; and the units over them.
 
     Raises:
         UnsupportedModelError: a parameter's dtype cannot be trained in this precision.
@@ -28,14 +30,16 @@ def make_groups(
     group_of: dict[int, FlatGroup] = {}
     units: list[Unit] = []
     for index, spec in enumerate(specs):
-        buckets: dict[tuple[torch.dtype, bool], list[int]] = {}
+        buckets: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
         for number, entry in enumerate(spec.own):
-            buckets.setdefault((entry.dtype, entry.trainable), []).append(number)
+            in_fp32 = compute_dtype is not torch.float32 and any(has_fp32_statistics(m) for m, _ in entry.owners)
+            buckets.setdefault((entry.dtype, entry.trainable, in_fp32), []).append(number)
         mine: dict[int, FlatGroup] = {}
-        for (dtype, trainable), numbers in buckets.items():
+        for (dtype, trainable, in_fp32), numbers in buckets.items():
             own = [spec.own[n] for n in numbers]
-            shard, compute = _dtypes(own[0].name, dtype, trainable, precision, kernel, compute_dtype)
-            kind = str(dtype).removeprefix("torch.") + ("" if trainable else ".frozen")
+            computes_in = torch.float32 if in_fp32 else compute_dtype
+            shard, compute = _dtypes(own[0].name, dtype, trainable, precision, kernel, computes_in)
+            kind = str(dtype).removeprefix("torch.") + (".fp32" if in_fp32 else "") + ("" if trainable else ".frozen")
             group = FlatGroup(
                 len(groups),
                 f"{spec.name or ROOT_NAME}/{kind}",
@@ -54,6 +58,16 @@ def make_groups(
         for group in mine.values():
             group.units.add(index)
     return groups, units
+
+
+def has_fp32_statistics(module: nn.Module) -> bool:
+    """Whether a module normalises with fp32 running statistics, as `nn.BatchNorm2d`: its parameters are fp32 too then.
+
+    Running averages in fewer bits would stop moving, and torch's CPU kernels take fp32 statistics with fp32 parameters
+    alone. Inputs and outputs keep the compute dtype, as under autocast.
+    """
+    running = module._buffers.get("running_mean")
+    return isinstance(module, _NormBase) and running is not None and running.dtype is torch.float32
 
 
 def _dtypes(

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from infinity.call_counts import CallCounts
 from infinity.config import DeviceKind
 from infinity.conversions import CONVERSIONS, keep_or_refuse
+from infinity.dtype_notes import note_dtypes
 from infinity.durable.journal import Journal
 from infinity.errors import DeviceOutOfMemoryError, IterationError, NotGatheredError, UnsupportedModelError
 from infinity.graph_ages import GraphAges, refuse_create_graph
@@ -106,6 +107,7 @@ class Iteration:
         """What the caller of the forward gets; `output` is None when it failed."""
         if output is None:
             self._updates.consistency.notice_failure()
+            note_dtypes(sys.exception(), self._runtime)
         if not in_backward() and self._occupancy.leave():
             self._is_in_forward = False
             self._repeats.make_way()
