@@ -213,4 +213,5 @@ def _request(
         activations_nbytes=config.activations.held_nbytes // local_size,
         stored_activations_nbytes=config.activations.stored_nbytes // local_size,
         is_durable=config.durability is Durability.STEP,
+        local_size=local_size,
     )

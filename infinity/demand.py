@@ -49,6 +49,7 @@ class Request:
     stored_activations_nbytes: int = 0  # the same in the swap files
     small_staging_nbytes: int | None = None
     ranks_nbytes: int = 0  # on the device, for transfers between ranks
+    local_size: int = 1  # ranks of this machine; each has its part of the budgets of host memory and swap files
     is_durable: bool = False
 
 

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from infinity.config import Schedule
 from infinity.demand import Request, Sizes, Term, completed_late, held_together
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
 from infinity.host_division import divide_host
+from infinity.rank_budgets import told_budget, told_need
 from infinity.sizes import format_nbytes
 
 
@@ -94,23 +96,24 @@ def make_placement(request: Request) -> Placement:
     host = divide_host(request, sizes)
     problems = []
     if request.device_budget_nbytes < device_minimum:
-        problems.append(_refusal("device", request.device_budget_nbytes, device_minimum, device_terms))
+        problems.append(_refusal(request, "device", device_minimum, device_terms))
     if request.host_budget_nbytes < host.minimum_nbytes:
-        problems.append(_refusal("host", request.host_budget_nbytes, host.minimum_nbytes, host.terms()))
+        problems.append(_refusal(request, "host", host.minimum_nbytes, host.terms()))
     if problems:
         raise PlacementError("\n".join(problems))
     if host.chunked:
         host.notes.append(
             f"{len(host.chunked)} groups are too large for the host budget: they are not read ahead, but pass host "
             "memory in chunks when they are used, and so do their gradients. A host budget of "
-            f"{host.whole_nbytes} bytes holds any group whole"
+            f"{host.whole_nbytes * request.local_size} bytes holds any group whole"
         )
     host.give_out()
     nvme_nbytes = host.nvme_nbytes()
     if request.nvme_budget_nbytes is not None and nvme_nbytes > request.nvme_budget_nbytes:
         raise PlacementError(
-            f"the swap files need {format_nbytes(nvme_nbytes)} ({nvme_nbytes} bytes), but nvme.budget is "
-            f"{format_nbytes(request.nvme_budget_nbytes)}. Raise it, or give more host memory"
+            f"the swap files need {format_nbytes(nvme_nbytes)} ({nvme_nbytes} bytes)"
+            f"{told_need(nvme_nbytes, request.local_size, 'nvme.budget')}, but nvme.budget is "
+            f"{told_budget(request.nvme_budget_nbytes, request.local_size)}. Raise it, or give more host memory"
         )
     return Placement(
         schedule=request.schedule,
@@ -182,11 +185,15 @@ def budget_for_all_gradients(request: Request) -> int:
     return high
 
 
-def _refusal(tier: str, budget_nbytes: int, minimum_nbytes: int, terms: Sequence[Term]) -> str:
-    given = f"{format_nbytes(budget_nbytes)} ({budget_nbytes} bytes)"
+def _refusal(request: Request, tier: Literal["device", "host"], minimum_nbytes: int, terms: Sequence[Term]) -> str:
+    is_shared, local_size = tier == "host", request.local_size  # every rank has a device of its own
+    budget_nbytes = request.host_budget_nbytes if is_shared else request.device_budget_nbytes
+    given = told_budget(budget_nbytes, local_size, is_shared=is_shared)
+    total = told_need(minimum_nbytes, local_size, "host.budget" if is_shared else None)
     lines = [f"the {tier} budget of {given} is too small for one step of this model:"]
     lines += [f"  {format_nbytes(term.nbytes):>12}  {term.name}: {term.why}" for term in terms]
-    lines.append(f"  {format_nbytes(minimum_nbytes):>12}  smallest {tier} budget that works ({minimum_nbytes} bytes)")
+    smallest = f"smallest {tier} budget that works ({minimum_nbytes} bytes){total}"
+    lines.append(f"  {format_nbytes(minimum_nbytes):>12}  {smallest}")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from infinity.errors import PlacementError
 from infinity.layout import SHARD_ALIGN_NUMEL, FlatLayout
+from infinity.rank_budgets import told_budget, told_need
 from infinity.sizes import MIB, format_nbytes
 from storage.align import align_down
 
@@ -52,11 +53,15 @@ class StatePlan:
     nvme_nbytes: int
 
 
-def plan_state(sections: Sequence[SectionSizes], host_nbytes: int, chunk_nbytes: int | None) -> StatePlan:
+def plan_state(
+    sections: Sequence[SectionSizes], host_nbytes: int, chunk_nbytes: int | None, local_size: int = 1
+) -> StatePlan:
     """Share a host budget out.
 
     Args:
+        host_nbytes: of this rank.
         chunk_nbytes: state of one chunk, if it is given.
+        local_size: ranks on this machine.
 
     Raises:
         PlacementError: the budget is too small, with the smallest that works.
@@ -72,9 +77,10 @@ def plan_state(sections: Sequence[SectionSizes], host_nbytes: int, chunk_nbytes:
     minimum_nbytes = DEPTH * numel * transit_nbytes
     if minimum_nbytes > host_nbytes:
         raise PlacementError(
-            f"host budget: {format_nbytes(host_nbytes)} given, {format_nbytes(minimum_nbytes)} needed: {DEPTH} chunks "
-            f"in transit, each of {numel} elements of {transit_nbytes} bytes (state {state_nbytes}, gradient "
-            f"{_GRAD_NBYTES}, the rest parameters that are copied)"
+            f"host budget: {told_budget(host_nbytes, local_size)} given, {format_nbytes(minimum_nbytes)} needed"
+            f"{told_need(minimum_nbytes, local_size, 'host.budget')}: {DEPTH} chunks in transit, each of {numel} "
+            f"elements of {transit_nbytes} bytes (state {state_nbytes}, gradient {_GRAD_NBYTES}, the rest parameters "
+            "that are copied)"
         )
     left_nbytes = host_nbytes - minimum_nbytes
     kept, kept_nbytes, nvme_nbytes = [], 0, 0

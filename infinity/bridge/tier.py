@@ -89,7 +89,7 @@ class StateTier:
             )
             for section in self.sections
         ]
-        self.plan = plan = plan_state(sizes, host_nbytes, self._config.chunk)
+        self.plan = plan = plan_state(sizes, host_nbytes, self._config.chunk, local_size)
         for section in self.sections:
             section.cut(plan.chunk_numel)
         self.pool = HostPool(host_nbytes)

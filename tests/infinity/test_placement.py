@@ -189,8 +189,27 @@ def test_the_smallest_host_budget_is_exact(request: Request) -> None:
         plan_at(request, smallest - 1)
     text = str(caught.value)
     assert re.search(rf"the host budget of .* \({smallest - 1} bytes\) is too small for one step", text)
+    assert "rank" not in text
     assert re.findall(r"  (\w+): ", text) == [term.name for term in plan.host]
     assert "device" not in text
+
+
+def test_ranks_are_told_what_each_has_and_what_to_give_for_all() -> None:
+    with torch.device("meta"):
+        alone = request_of(Stack([90, 40], tied=False, frozen=0, nested=False))
+    smallest, (_, device_nbytes) = smallest_host_nbytes(alone), minima(alone)
+    request = replace(alone, local_size=2)
+    with pytest.raises(PlacementError) as caught:
+        plan_at(request, 4 * KIB)
+    text = str(caught.value)
+    assert "budget of 4 KiB of each rank (4096 bytes; 8 KiB shared by 2 ranks on this machine) is too small" in text
+    for_all = r"works \((\d+) bytes\) of each rank; for 2 ranks on this machine give host.budget = .* \((\d+) bytes"
+    told = re.search(for_all, text)
+    assert told and (int(told[1]), int(told[2])) == (smallest, 2 * smallest)
+    with pytest.raises(PlacementError) as caught:  # a device is not shared
+        make_placement(replace(request, device_budget_nbytes=device_nbytes - 1))
+    assert re.search(rf"device budget of .* of each rank \({device_nbytes - 1} bytes\) is too small", str(caught.value))
+    assert "shared by" not in str(caught.value)
 
 
 @settings(deadline=None, max_examples=60)
