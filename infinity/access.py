@@ -7,15 +7,18 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.errors import DeviceOutOfMemoryError
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk
+from infinity.observe.shortages import hand_on_report
 from infinity.observe.stalls import StallCause
 from infinity.optim.records import Record
 from infinity.order import Phase
 from infinity.passage import release_after
 from infinity.runtime import Runtime
+from infinity.sizes import format_nbytes
 from storage.types import Priority, Ticket, TrafficTag
 
 
@@ -36,8 +39,11 @@ class ParameterAccess:
         hold = UserHold()
         held: list[FlatGroup] = []
         try:
-            for group in groups:
-                gatherer.gather(group, hold, Phase.FORWARD)
+            for number, group in enumerate(groups):
+                try:
+                    gatherer.gather(group, hold, Phase.FORWARD)
+                except DeviceOutOfMemoryError as error:
+                    raise self._too_much(groups, number, error) from error
                 held.append(group)
             with gatherer.kept.views.guarded_graphs():
                 yield
@@ -46,6 +52,23 @@ class ParameterAccess:
         finally:
             for group in held:
                 gatherer.release_when_unviewed(group, hold)
+
+    def _too_much(self, groups: list[FlatGroup], number: int, error: DeviceOutOfMemoryError) -> DeviceOutOfMemoryError:
+        """The group with this number does not fit beside those before it: what all of them need together."""
+        missing = [group for group in groups[number:] if not self._runtime.gatherer.is_gathered(group)]
+        if len(missing) == 1:
+            return error  # it names what it needs, which is all that is needed
+        budget = self._runtime.device.budget
+        enough_nbytes = budget.used_nbytes + sum(group.flat_nbytes for group in missing)
+        explained = DeviceOutOfMemoryError(
+            f"infinity.gathered() holds everything it is given at once, {len(groups)} groups of parameters, for which "
+            f"the device budget would have to be {enough_nbytes} bytes ({format_nbytes(enough_nbytes)}); it is "
+            f"{budget.limit_nbytes}. Gather smaller parts one after another, such as `for block in model.blocks: with "
+            "infinity.gathered(block): ...`. For a whole model, engine.export(folder) streams it into files, and "
+            "infinity.state_dicts.get_model_state_dict(engine) gives it in host memory, without the device"
+        )
+        hand_on_report(error, explained)
+        return explained
 
     def accept(self, group: FlatGroup) -> None:
         """Write a gathered group back if somebody changed it in place."""

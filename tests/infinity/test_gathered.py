@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -153,6 +154,24 @@ def test_refusals(offload: MakeEngine) -> None:
     assert "\ndevice: " in str(report_of(full.value))
     with pytest.raises(infinity.NotGatheredError):
         model.get_parameter("head.weight").sum()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "fake"])
+def test_a_whole_model_that_does_not_fit_is_told_what_it_needs(offload: MakeEngine, kind: str) -> None:
+    """All of it at once, so that the budget it names works, and the ways that need less."""
+    model = build(Net)
+    engine = offload(model, device={"kind": kind, "budget": "100KiB"}, schedule="synchronous")
+    with pytest.raises(infinity.DeviceOutOfMemoryError, match=r"engine\.export") as full, infinity.gathered(model):
+        pass
+    assert "smaller parts" in str(full.value)
+    nothing_gathered(engine)
+    engine.close()
+    found = re.search(r"budget would have to be (\d+) bytes", str(full.value))
+    assert found is not None
+    again = build(Net)
+    offload(again, device={"kind": kind, "budget": int(found[1])}, schedule="synchronous")
+    with infinity.gathered(again):
+        assert torch.isfinite(again.get_parameter("head.weight")).all()
 
 
 def test_a_numpy_array_of_a_parameter_is_refused_with_the_way_out(offload: MakeEngine) -> None:
