@@ -296,11 +296,13 @@ class _Filling:
 def _recorded(group: FlatGroup, values: FirstValues) -> list[tuple[Tape, _Target]] | None:
     """The records of a group's parameters that files do not hold; None where one of them has none."""
     found = []
-    for number, (slot, source) in enumerate(zip(group.layout.slots, sources_of(group), strict=True)):
+    places = zip(group.layout.slots, sources_of(group), group.owners, strict=True)
+    for number, (slot, source, owners) in enumerate(places):
         if values.has(slot.name) or not source.is_meta:
             continue
         origin = origin_of(source)
-        if (before := converted_from(source)) is not None:
+        before = next((dtype for owner in owners if (dtype := converted_from(*owner)) is not None), None)
+        if before is not None:
             raise UnsupportedModelError(
                 f"parameter {slot.name!r} was given other memory after infinity.empty_init(), while it had none "
                 f"({before} before, {source.dtype} now), so that its recorded values are lost. Convert the model "

@@ -24,7 +24,7 @@ from infinity.recording.tape import Block, Origin, Tape, Track
 from infinity.torch_compat import generator_id
 
 _ORIGINS: WeakKeyDictionary[torch.UntypedStorage, Origin] = WeakKeyDictionary()
-_RECORDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters, which may get other storages later
+_MADE: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of modules, the ids and dtypes of parameters by name
 _IS_RECORDING: ContextVar[bool] = ContextVar("is_recording", default=False)
 
 
@@ -46,6 +46,7 @@ def noting_versions() -> Iterator[None]:
         UnsupportedModelError: modules were made by another thread meanwhile, of which nothing is recorded.
     """
     seen: dict[int, nn.Parameter] = {}
+    places: dict[tuple[int, str], nn.Module] = {}
     elsewhere: list[str] = []
 
     def note(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -53,6 +54,7 @@ def noting_versions() -> Iterator[None]:
             elsewhere.append(f"parameter {name!r} of a {type(module).__name__} in thread {current_thread().name!r}")
         if parameter is not None and parameter.is_meta:
             seen[id(parameter)] = parameter
+            places[id(module), name] = module
 
     handle = register_module_parameter_registration_hook(note)
     try:
@@ -68,7 +70,10 @@ def noting_versions() -> Iterator[None]:
             origin = None if is_lazy(parameter) else origin_of(parameter)
             if origin is not None:
                 origin.block.versions.add(parameter._version)
-                _RECORDED[parameter] = parameter.dtype
+        for (_, name), module in places.items():
+            held = module._parameters.get(name)
+            if held is not None and held.is_meta and not is_lazy(held) and origin_of(held) is not None:
+                _MADE[module] = {**_MADE.get(module, {}), name: (id(held), held.dtype)}  # type: ignore[no-untyped-call]
 
 
 def is_changed(parameter: torch.Tensor, block: Block) -> bool:
@@ -76,12 +81,16 @@ def is_changed(parameter: torch.Tensor, block: Block) -> bool:
     return bool(block.versions) and parameter._version not in block.versions
 
 
-def converted_from(parameter: torch.Tensor) -> torch.dtype | None:
-    """Of a parameter whose record was lost when it got another storage after the recording: its dtype before."""
-    if not parameter.is_meta or is_lazy(parameter) or origin_of(parameter) is not None:
+def converted_from(module: nn.Module, name: str) -> torch.dtype | None:
+    """Of a module's parameter whose record was lost when it got another storage after the recording: its dtype before.
+
+    Told by the module and the parameter's id: a parameter that is referred to weakly could not become its stand-in.
+    """
+    parameter = module._parameters[name]
+    if parameter is None or not parameter.is_meta or is_lazy(parameter) or origin_of(parameter) is not None:
         return None
-    before: torch.dtype | None = _RECORDED.get(parameter)  # type: ignore[no-untyped-call]
-    return before
+    number, before = _MADE.get(module, {}).get(name, (None, None))  # type: ignore[no-untyped-call]
+    return before if number == id(parameter) else None
 
 
 def is_recording() -> bool:
