@@ -58,15 +58,3 @@ class DriveModel:
         read_s = read_nbytes / self.read_bytes_per_s
         write_s = write_nbytes / max(self.write_bytes_per_s, self.slc_write_bytes_per_s)
         return max(read_s, write_s) + (1 - self.duplex) * min(read_s, write_s)
-
-    def times(self, count: int) -> DriveModel:
-        """So many of these drives, used as one."""
-        return DriveModel(
-            self.read_bytes_per_s * count,
-            self.write_bytes_per_s * count,
-            self.latency_s,
-            self.duplex,
-            self.read_share,
-            self.slc_nbytes * count,
-            self.slc_write_bytes_per_s * count,
-        )

@@ -33,7 +33,7 @@ class _Piece:
 
 
 class DriveServer:
-    """One drive, or several alike, on the running loop's time. `busy_s` counts seconds in which a direction moved."""
+    """One drive on the running loop's time. `busy_s` counts seconds in which a direction moved."""
 
     def __init__(self, model: DriveModel) -> None:
         self.model = model
@@ -126,9 +126,10 @@ class Moved:
 
 
 class SimulatedDrives(SimulatedIo):
-    """A store over modelled drives. No byte is moved.
+    """A store over modelled drives, each with a server of its own. No byte is moved.
 
-    Drives alike of which each holds a part of nearly every key do the same at the same time: they are simulated once.
+    Drives alike do not do the same at the same time: a key is cut at multiples of a quantum, and a part of it that
+    passes by itself (a chunk of a parameter) lies on one of them.
 
     Args:
         drives: one model per drive.
@@ -149,10 +150,7 @@ class SimulatedDrives(SimulatedIo):
     ) -> None:
         super().__init__()
         self.spread = Spread(steady_speeds(drives, *moved_nbytes), keys)
-        self.servers: list[DriveServer] = []
-        self._server_of: dict[int, DriveServer] = {}  # by drive
-        for model in dict.fromkeys(drives):
-            self._serve(model, [number for number, drive in enumerate(drives) if drive == model])
+        self.servers = [DriveServer(model) for model in drives]
         self._latency_s = max((model.latency_s for model in drives), default=0.0)
         self._keep_log = keep_log
         self._hand_over_s = hand_over_s
@@ -160,13 +158,6 @@ class SimulatedDrives(SimulatedIo):
         self._pieces: dict[Operation, list[tuple[DriveServer, _Piece]]] = {}  # of what the servers have
         self.log: list[Moved] = []
         self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
-
-    def _serve(self, model: DriveModel, alike: Sequence[int]) -> None:
-        together = [alike] if self.spread.is_even(alike) else [[drive] for drive in alike]
-        for drives in together:
-            server = DriveServer(model.times(len(drives)))
-            self.servers.append(server)
-            self._server_of.update(dict.fromkeys(drives, server))
 
     def nbytes(self, op: Op, step: int) -> int:
         """Bytes of one step in one direction."""
@@ -184,10 +175,8 @@ class SimulatedDrives(SimulatedIo):
 
     def _move(self, operation: Operation) -> None:
         start = operation.start
-        wanted: Counter[DriveServer] = Counter()
-        for drive, nbytes in self.spread.shares(operation.key, start, start + len(operation.memory)).items():
-            wanted[self._server_of[drive]] += nbytes
-        left = len(wanted)
+        shares = self.spread.shares(operation.key, start, start + len(operation.memory))
+        left = len(shares)
 
         def ended() -> None:
             nonlocal left
@@ -199,7 +188,8 @@ class SimulatedDrives(SimulatedIo):
 
         priority = int(operation.priority)
         self._pieces[operation] = [
-            (server, server.submit(operation.op, nbytes, priority, ended)) for server, nbytes in wanted.items()
+            (server := self.servers[drive], server.submit(operation.op, nbytes, priority, ended))
+            for drive, nbytes in shares.items()
         ]
 
     def _promoted(self, operations: Sequence[Operation]) -> None:

@@ -14,8 +14,6 @@ from infinity.plan.drives import DriveModel
 from storage.shares import Measured, rotated, speeds_of, split
 from storage.types import Op
 
-_FEW = 0.01  # of all bytes: what may lie elsewhere than it is simulated
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -84,12 +82,3 @@ class Spread:
             if nbytes > 0:
                 shares[part.drive] = shares.get(part.drive, 0) + nbytes
         return shares
-
-    def is_even(self, drives: Sequence[int]) -> bool:
-        """Whether all but few of the bytes on these drives lie in keys that all of them hold a part of."""
-        uneven = 0
-        for parts in self._parts.values():
-            mine = [part for part in parts if part.drive in drives]
-            if len(mine) < len(drives):
-                uneven += sum(part.stop - part.start for part in mine)
-        return uneven <= _FEW * sum(self.held_nbytes[drive] for drive in drives)

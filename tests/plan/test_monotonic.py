@@ -196,6 +196,40 @@ GRADIENTS = request_of(
 )
 
 
+# Other sizes of chunks, or none that pass host memory, and drives were no longer simulated as one: a part of a key has
+# the rate of the drive that it lies on.
+CHUNKS = request_of(
+    2,
+    1024,
+    Schedule.SYNCHRONOUS,
+    host=3.1796,
+    device=2.0854,
+    read=3e9,
+    latency_s=0.0,
+    duplex=0.0,
+    write_ratio=1.0,
+    drives=3,
+    efficiency=0.003,
+    dram=200e9,
+)
+UNCHUNKED = request_of(
+    2,
+    2048,
+    Schedule.SYNCHRONOUS,
+    host=2.7892,
+    device=2.3976,
+    accumulate=2,
+    read=3e9,
+    write_ratio=1.0,
+    latency_s=0.0,
+    drives=2,
+    efficiency=0.03,
+    link=5e9,
+)
+
+
+@example(request=CHUNKS, what="host memory", factor=1.05)
+@example(request=UNCHUNKED, what="host memory", factor=2.0)
 @example(request=WHOLE, what="host memory", factor=2.0)
 @example(request=DISPLACED, what="host memory", factor=1.05)
 @example(request=GRADIENTS, what="host memory", factor=1.05)
