@@ -55,16 +55,15 @@ class OffloadedRun:
     hashes: dict[str, str] = field(default_factory=dict)
 
 
-def train_offloaded(settings: RunSettings, text: Text) -> OffloadedRun:
+def train_offloaded(settings: RunSettings, text: Text, recording: Recording) -> OffloadedRun:
     """Run the training of `settings`. Swap files, threads and memory are given back whatever happens."""
-    training, options = settings.training, settings.options
+    training = settings.training
     with empty_init():
         model = Gpt(training.shape, recompute=training.recompute)
     torch.manual_seed(training.seed)
     made = offload(model, settings.config, init_fn=init_weights, resume=settings.continues is not None)
     with _closed_undisturbed(made) as engine:
         session = _Session(settings, engine, model)
-        recording = Recording(options.record)
         try:
             recording.begin(session.begin(text))
             with session.metrics_file() as metrics, session.display:

@@ -42,10 +42,8 @@ class Measured:
         return cls(engine.plan, engine.metrics(), engine.traffic, engine.io_engine, engine.drives, engine.trace.nbytes)
 
 
-def begin_report(
-    settings: RunSettings, plan: Plan, counters: Counters, *, first_step: int, source: str
-) -> dict[str, Any]:
-    """What is known of a run before its first step: the same keys with the same values as in the whole report."""
+def open_report(settings: RunSettings) -> dict[str, Any]:
+    """What is known of a run before its model is offloaded; the other keys of `begin_report` are empty."""
     return {
         "state": RunState.RUNNING.value,
         "error": None,
@@ -54,9 +52,23 @@ def begin_report(
             "training": asdict(settings.training),
             "engine": settings.config.model_dump(mode="json"),
             "notes": list(settings.notes),
-            "text": source,
         },
         "environment": describe_machine(),
+        "model": None,
+        "first_step": 0,
+        "budgets": {},
+        "counters_at_start": {},
+    }
+
+
+def begin_report(
+    settings: RunSettings, plan: Plan, counters: Counters, *, first_step: int, source: str
+) -> dict[str, Any]:
+    """What is known of a run before its first step: the same keys with the same values as in the whole report."""
+    opened = open_report(settings)
+    return {
+        **opened,
+        "config": opened["config"] | {"text": source},
         "model": {
             "parameters": plan.parameters,
             "state_bytes": plan.state_bytes,

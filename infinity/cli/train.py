@@ -11,14 +11,15 @@ from infinity.checkpoint.folder import refuse_other
 from infinity.checkpoint.format import INDEX_FILE
 from infinity.cli import baseline
 from infinity.cli.console import make_console
-from infinity.cli.files import check_files, make_folder, write_json, write_text
+from infinity.cli.files import check_files, write_json, write_text
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import train_offloaded
 from infinity.cli.ranks import this_job
-from infinity.cli.report import add_baseline, make_report
+from infinity.cli.recording import Recording
+from infinity.cli.report import add_baseline, make_report, open_report
 from infinity.cli.settings import RunSettings, resolve
-from infinity.cli.stopping import deferred
+from infinity.cli.stopping import deferred, undisturbed
 from infinity.cli.tables import summary
 from infinity.cli.train_options import TrainOptions
 from infinity.errors import CheckpointError, ConfigError, InfinityError
@@ -41,22 +42,26 @@ def train(options: TrainOptions) -> None:
     if options.record is not None:
         options = _recorded(options, options.record)
     settings = resolve(options)
-    check_files(
-        json=options.json,
-        trace=options.trace,
-        metrics=options.metrics,
-        scheduler_trace=options.scheduler_trace,
-    )
+    if options.record is None:
+        check_files(json=options.json, trace=options.trace, metrics=options.metrics)
+    check_files(scheduler_trace=options.scheduler_trace)
     _check_resume(options)
     _check_save(options)
     if options.baseline:
         baseline.check_memory(settings.training)
-    map_large_blocks()
-    text = load_training_text(settings.training)
-    with deferred():  # the first step of a process loads much of torch
-        warm_up(settings.training, settings.config.precision, settings.config.state_format)
-    interpreter_nbytes = rss_bytes()
-    run = train_offloaded(settings, text)
+    recording = Recording(options.record)
+    recording.open(open_report(settings))
+    try:
+        map_large_blocks()
+        text = load_training_text(settings.training)
+        with deferred():  # the first step of a process loads much of torch
+            warm_up(settings.training, settings.config.precision, settings.config.state_format)
+        interpreter_nbytes = rss_bytes()
+        run = train_offloaded(settings, text, recording)
+    except BaseException as error:
+        with undisturbed():
+            recording.fail(error)  # what fails later has been written
+        raise
     if run.measured is None:
         raise InfinityError("the run ended without measurements")
     report = make_report(
@@ -86,7 +91,6 @@ def _recorded(options: TrainOptions, folder: Path) -> TrainOptions:
     given = [name for name in ("json", "metrics", "trace") if getattr(options, name) is not None]
     if given:
         raise ConfigError(f"--record {folder} writes what --{given[0]} does, into its folder; leave --{given[0]} out")
-    make_folder("--record", folder)
     return replace(options, json=folder / RUN_FILE, metrics=folder / METRICS_FILE, trace=folder / TRACE_FILE)
 
 

@@ -27,9 +27,10 @@ def overview(record: RunRecord) -> str:
     """The run in a few figures."""
     run = record.run
     steps, losses = run["step_seconds"], run["losses"]
+    model = run["model"]  # None of a run that ended before it was offloaded
     facts = [
-        ("parameters", f"{run['model']['parameters']:,}"),
-        ("state", format_nbytes(int(run["model"]["state_bytes"]))),
+        ("parameters", f"{model['parameters']:,}" if model else "not known yet"),
+        ("state", format_nbytes(int(model["state_bytes"])) if model else "not known yet"),
         ("steps", f"{len(steps):,}"),
         ("last loss", f"{losses[-1]:.4f}" if losses else "none"),
         ("median step", f"{sorted(steps)[len(steps) // 2]:.3f} s" if steps else "none"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from infinity.cli import train
 from infinity.cli.files import write_json
 from infinity.cli.records import StepRecord
 from infinity.cli.stopping import Terminated
@@ -307,6 +308,34 @@ def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
     code, _, error = call("report", tmp_path / "none.json")
     assert code == 2
     assert "none.json: cannot be read" in error
+
+
+def test_a_run_that_is_stopped_while_it_prepares_leaves_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes nothing of an earlier one, which is replaced when the new run begins."""
+
+    def stop(*arguments: object, **options: object) -> None:
+        assert RunRecord.load(folder).state is (RunState.RUNNING if not kept else RunState.FINISHED)
+        raise KeyboardInterrupt
+
+    folder, kept = tmp_path / "run", False
+    options = ("--preset", "tiny", "--layers", "2", "--steps", "1", "--device", "cpu", "--record", folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "load_training_text", stop)
+        assert call("train", *options)[0] == 130
+        assert RunRecord.load(folder).state is RunState.INTERRUPTED
+        assert call("report", folder)[0] == 0
+        assert "<strong>Interrupted before its first step.</strong>" in (folder / "report.html").read_text()
+        assert call("train", *options, "--host-budget", "1KiB")[0] == 130  # the text comes before the budgets
+    assert call("train", *options, "--host-budget", "1KiB")[0] == 2
+    assert "PlacementError: the host budget of 1 KiB" in RunRecord.load(folder).run["error"]["message"]
+    assert call("train", *options)[0] == 0
+    kept = True
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "load_training_text", stop)
+        assert call("train", *options)[0] == 130
+    assert RunRecord.load(folder).state is RunState.FINISHED
 
 
 def test_a_file_of_a_run_names_the_folder_that_is_wanted(tmp_path: Path) -> None:
