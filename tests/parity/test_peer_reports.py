@@ -336,7 +336,8 @@ def test_policy_and_reference_in_one_model(offload: MakeEngine) -> None:
         Loop(Switched, loss=loss, steps=6), offload, host={"budget": "500KiB"}, check_traffic=False
     )
     metrics = engine.metrics()
-    assert metrics["readahead/reads_on_demand"] <= 0.2 * metrics["readahead/reads_ahead"]
+    on_demand, ahead = metrics["readahead/reads_on_demand"], metrics["readahead/reads_ahead"]
+    assert ahead >= 0.8 * (ahead + on_demand)
 
 
 # 13 ----------------------------------------------------------------------------------------------------------------

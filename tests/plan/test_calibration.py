@@ -61,23 +61,25 @@ def test_a_file_holds_all_of_it_and_the_residuals_since(tmp_path: Path) -> None:
     file = CalibrationFile(describe_machine(), tmp_path / "deep")
     assert file.load() is None
     file.note(Residual("before", 1.0, 2.0, "2025-12-31T00:00:00+00:00"))
-    file.save(calibration())
-    assert file.load() == calibration()
+    saved = calibration()  # with the machine's load of this moment
+    file.save(saved)
+    assert file.load() == saved
     since = Residual("since", 3.0, 2.0, "2026-02-01T00:00:00+00:00")
     file.note(since)
     loaded = file.load()
     assert loaded is not None
-    assert loaded.residuals == (*calibration().residuals, since)
+    assert loaded.residuals == (*saved.residuals, since)
     assert since.error == 0.5
     assert sorted(path.suffix for path in (tmp_path / "deep").iterdir()) == [".json", ".jsonl"]
 
 
 def test_damage_is_told_and_what_can_be_used_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = CalibrationFile(describe_machine(), tmp_path)
-    file.save(calibration())
+    saved = calibration()
+    file.save(saved)
     with (tmp_path / f"{file.path.stem}.residuals.jsonl").open("a") as lines:
         lines.write("half a li")
-    assert file.load() == calibration()
+    assert file.load() == saved
     assert any("damaged line" in message for message in caplog.messages)
     file.path.write_text("{}")
     with pytest.raises(ConfigError, match="run `infinity plan --calibrate` again"):

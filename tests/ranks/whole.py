@@ -55,6 +55,7 @@ def read_and_write_whole(folder: Path, cases: list[dict[str, Any]], *, hybrid: b
     found = []
     for number, case in enumerate(cases):
         place = folder / str(number)
+        place.mkdir(exist_ok=True)
         model = build(Some)
         with infinity.offload(model, make_config(place / "swap", TIGHT | case), mesh=mesh) as engine:
             optimizer = infinity.AdamW(model.parameters(), lr=1e-2)

@@ -35,7 +35,7 @@ def change_speeds(store: VersionedStore, *mib_per_s: int) -> None:
     clock = StepClock()
     meters = DriveMeters(len(mib_per_s), clock.now_s)
     show_speeds(meters, clock, mib_per_s)
-    store._space.meters = store._transfers._meters = meters
+    store._space.meters = store._operations._transfers._meters = meters
 
 
 def put(store: VersionedStore, pool: HostPool, key: str, seed: int, pages: int, first: int = 0) -> bytes:
