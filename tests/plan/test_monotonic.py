@@ -241,6 +241,7 @@ def test_more_of_anything_is_not_slower(request: PlanRequest, what: str, factor:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # each example is two simulated steps
 @MANY
 @given(request=requests(), what=st.sampled_from(sorted(MORE)), factor=st.sampled_from([1.05, 1.3, 2.0, 4.0]))
 def test_more_of_anything_is_not_slower_in_many_cases(request: PlanRequest, what: str, factor: float) -> None:
