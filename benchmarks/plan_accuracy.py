@@ -155,6 +155,8 @@ def main() -> None:
     torch.set_num_threads(1)
     started_s = time.perf_counter()
     rows: list[dict[str, Any]] = []
+    if options.directory is not None:
+        options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         root = Path(name)
         for number in range(2):
