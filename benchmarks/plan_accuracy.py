@@ -1,14 +1,16 @@
 """Predicted against measured step times, from calibrations made before the runs.
 
-Per model size the benchmark goes round by round: first a run on the drive as it is, with the schedule synchronous, from
-which everything is fitted (seconds of the training thread, of kernels and hand-overs, rates of the drive); then every
-schedule, each predicted before it starts. So a slow minute of the machine meets calibrations and runs alike, and the
-error of a case is the median of its rounds. In the same way every schedule runs on one and two throttled drives of two
-speeds, predicted from a calibration just before them and the speeds of the throttle. Real files, real threads. Torch
-and the optimizer compute with one thread each: a training run on a GPU does not compute with the cores that move its
-bytes either. The machine has to be quiet; it takes about ten minutes then.
+Per model size the benchmark goes round by round, and in a round schedule by schedule: first a run on the drive as it
+is, with the schedule synchronous, from which everything is fitted (seconds of the training thread, of kernels and
+hand-overs, rates of the drive); then the schedule, predicted before it starts. So a slow minute of the machine or of a
+drive that others share meets calibrations and runs alike, and the error of a case is the median of its rounds. In the
+same way every schedule runs on one and two throttled drives of two speeds, predicted from a calibration just before
+them and the speeds of the throttle. Real files, real threads. Torch and the optimizer compute with one thread each: a
+training run on a GPU does not compute with the cores that move its bytes either. The machine has to be quiet; it takes
+about a quarter of an hour then.
 
-    python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--rounds N] [--drives real,throttled]
+    python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--drives real,throttled]
+        [--rounds N] [--throttled-rounds N]
 """
 
 from __future__ import annotations
@@ -124,15 +126,15 @@ def row_of(case: Case, pairs: list[tuple[float, float]]) -> dict[str, Any]:
     return row
 
 
-def rows_of(shape: GptShape, kinds: set[str], root: Path, steps: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """Every case of one model size."""
+def rows_of(shape: GptShape, rounds: dict[str, int], root: Path, steps: int) -> Iterator[dict[str, Any]]:
+    """Every case of one model size. `rounds`: by kind of drives; a kind that is not named does not run."""
     found: dict[Case, list[tuple[float, float]]] = {}
-    for _ in range(rounds if "real" in kinds else 0):
-        calibration = calibrate(shape, root, steps)
+    for _ in range(rounds.get("real", 0)):
         for schedule in SCHEDULES:
+            calibration = calibrate(shape, root, steps)
             case = Case(shape, schedule, 1, None)
             found.setdefault(case, []).append(measure(case, calibration, root, steps))
-    for _ in range(rounds if "throttled" in kinds else 0):
+    for _ in range(rounds.get("throttled", 0)):
         for schedule in SCHEDULES:
             calibration = calibrate(shape, root, steps)
             for rates, count in itertools.product(RATES, (1, 2)):
@@ -146,11 +148,13 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--steps", type=int, default=8, help="of a run on the drive as it is")
-    parser.add_argument("--rounds", type=int, default=3, help="calibrations, each followed by a run of every schedule")
+    parser.add_argument("--rounds", type=int, default=5, help="of runs on the drive as it is")
+    parser.add_argument("--throttled-rounds", type=int, default=3, help="of runs on throttled drives, which vary less")
     parser.add_argument("--drives", default="real,throttled", help="which of them; both by default")
     options = parser.parse_args()
-    kinds = set(options.drives.split(","))
-    if not kinds <= {"real", "throttled"}:
+    every = {"real": options.rounds, "throttled": options.throttled_rounds}
+    rounds = {kind: every[kind] for kind in options.drives.split(",") if kind in every}
+    if len(rounds) != len(options.drives.split(",")):
         parser.error(f"--drives {options.drives}: allowed: real, throttled, or both with a comma between")
     torch.set_num_threads(1)
     started_s = time.perf_counter()
@@ -162,7 +166,7 @@ def main() -> None:
         for number in range(2):
             (root / f"drive{number}").mkdir()
         for shape in SHAPES:
-            rows += rows_of(shape, kinds, root, options.steps, options.rounds)
+            rows += rows_of(shape, rounds, root, options.steps)
     errors = [abs(row["error"]) for row in rows]
     result = {
         "machine": describe_machine(),
