@@ -55,6 +55,7 @@ __all__ = [
     "StateFormat",
     "WearAction",
     "WearBudget",
+    "read_settings",
     "refuse_state_format",
 ]
 _SIZES = {"budget", "host_budget", "nvme_budget", "chunk", "resident_threshold", "block_nbytes"}
@@ -283,7 +284,7 @@ class Config(_Section):
     def load(cls, path: StrPath) -> Self:
         """The settings in a `.toml` or `.json` file; ConfigError names the file and the key."""
         path = Path(path)
-        settings = _read(path)
+        settings = read_settings(path)
         try:
             return cls(**settings)
         except ConfigError as error:
@@ -325,7 +326,8 @@ def refuse_state_format(state_format: StateFormat, precision: Precision, optimiz
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a `.toml` or `.json` file says, before it is checked; ConfigError where it cannot be read."""
     readers = {".toml": tomllib.loads, ".json": json.loads}
     reader = readers.get(path.suffix.lower())
     if reader is None:

@@ -38,6 +38,7 @@ class Placement:
         passage_numel: elements of such a chunk.
         host_minimum_nbytes: smallest host budget that works, with everything in chunks that can be.
         host_whole_nbytes: smallest host budget with which nothing has to be.
+        local_size: ranks of this machine; the figures are those of one of them.
         stages_on_device: large parameters get their first values in device memory; see staging.py.
         is_durable: what is in host memory for good is written to the swap files too; see [Note: durable steps].
         uses: by group index, how often a forward, or a backward, gathers the group: more than once when units share it.
@@ -69,6 +70,7 @@ class Placement:
     nvme_nbytes: int
     stages_on_device: bool = False
     is_durable: bool = False
+    local_size: int = 1
     notes: tuple[str, ...] = field(default=())
 
     def stores_param(self, index: int) -> bool:
@@ -142,6 +144,7 @@ def make_placement(request: Request) -> Placement:
         nvme_nbytes=nvme_nbytes,
         stages_on_device=bool(host.chunked) and request.small_staging_nbytes is not None,
         is_durable=request.is_durable,
+        local_size=request.local_size,
         notes=tuple(host.notes),
     )
 

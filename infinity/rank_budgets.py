@@ -1,4 +1,4 @@
-"""How refusals tell budgets that the ranks of a machine share: what each has of it, and what to give for all."""
+"""How refusals and tables tell budgets that the ranks of a machine share: what each has, and what to give for all."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def told_need(rank_nbytes: int, local_size: int, setting: str | None) -> str:
     total_nbytes = rank_nbytes * local_size
     total = f"{setting} = {format_nbytes(total_nbytes)} ({total_nbytes} bytes)"
     return f"{_of_each(local_size)}; for {local_size} ranks on this machine give {total}"
+
+
+def told_smallest(rank_nbytes: int, local_size: int, *, is_shared: bool) -> str:
+    """What goes beside the budget of one rank in a table: the smallest that works.
+
+    Args:
+        is_shared: it is a part of one budget for the machine.
+    """
+    smallest = format_nbytes(rank_nbytes)
+    if local_size == 1:
+        return f"{smallest} is the smallest that works"
+    shared = f"; for the {local_size} on this machine {format_nbytes(rank_nbytes * local_size)}" if is_shared else ""
+    return f"of each rank, for which {smallest} is the smallest that works{shared}"
 
 
 def _of_each(local_size: int) -> str:

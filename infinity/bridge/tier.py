@@ -258,6 +258,11 @@ class StateTier:
         return flat | stall_counters(self.stalls)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close()` has been called: the optimizer state is gone."""
+        return self._is_closed
+
+    @property
     def config(self) -> Config:
         """What the optimizer was given."""
         return self._config

@@ -13,6 +13,7 @@ from infinity.plan.advice import Change, Sweep
 from infinity.plan.planner import PlanRequest, StepPlan
 from infinity.plan.scheduler_trace import SchedulerTrace
 from infinity.plan.stages import StageRow
+from infinity.rank_budgets import told_smallest
 from infinity.sizes import format_nbytes
 
 _FEW_S = 0.0005
@@ -49,7 +50,7 @@ def _tiers(plan: StepPlan) -> Table:
         ("device", placement.device, placement.device_budget_nbytes, placement.device_minimum_nbytes),
         ("host", placement.host, placement.host_budget_nbytes, placement.host_minimum_nbytes),
     ):
-        why = f"{format_nbytes(least)} is the smallest that works"
+        why = told_smallest(least, placement.local_size, is_shared=tier == "host")
         table.add_row(tier, "budget", format_nbytes(budget), why, style="bold")
         for term in terms:
             if term.nbytes:

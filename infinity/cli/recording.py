@@ -1,9 +1,9 @@
 """The folder of `--record` while its run goes on: what is known is there from the start, so that a run that fails or is
 killed has a page too. The end of a run that succeeds replaces it.
 
-    RUNNING, before the model is offloaded ──begin──▶ RUNNING
+    RUNNING, before the model is offloaded ──begin──▶ RUNNING ──keep──▶ RUNNING, with all steps measured
     RUNNING ──fail──▶ FAILED, or by Ctrl-C and SIGTERM INTERRUPTED
-       └──(`train` writes the whole result)──▶ FINISHED
+       └────finish──▶ FINISHED
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ class Recording:
 
     Args:
         folder: None where nothing is recorded.
+        json: the file of the whole result: that of the folder, or of `--json`; None where none is asked for.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, json: Path | None) -> None:
         self._folder = folder
+        self._json = json
         self._begun: dict[str, Any] | None = None
+        self._kept: Mapping[str, Any] | None = None
 
     def open(self, opened: Mapping[str, Any]) -> None:
         """Make the folder, and write what is known before the model is offloaded.
@@ -63,6 +66,19 @@ class Recording:
             self._begun = {**begun, "state": RunState.RUNNING.value}
             write_json(self._folder / RUN_FILE, self._begun)
 
+    def keep(self, report: Mapping[str, Any]) -> None:
+        """All steps are over, and their trace is written: whatever fails from now on, `report` is what they gave."""
+        self._kept, self._begun = report, None
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Write the whole result.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        write_json(self._json, report)
+        self._kept = None
+
     def fail(self, error: BaseException, trace: Trace | None = None, wear: Sequence[WearReport] = ()) -> None:
         """Write why the run ended, what it wrote to its drives, and its trace.
 
@@ -71,13 +87,15 @@ class Recording:
         Args:
             trace: None where the run ended before there was one.
         """
-        if self._folder is None or self._begun is None:
-            return
         begun, self._begun = self._begun, None
-        failed = begun | {"wear": [one.to_json() for one in wear]} | how_it_ended(error)
+        kept, self._kept = self._kept, None
         try:
-            if trace is not None:
-                trace.write_chrome(self._folder / TRACE_FILE)
-            write_json(self._folder / RUN_FILE, failed)
+            if kept is not None:
+                write_json(self._json, {**kept, **how_it_ended(error)})
+            elif self._folder is not None and begun is not None:
+                if trace is not None:
+                    trace.write_chrome(self._folder / TRACE_FILE)
+                wear_report = [one.to_json() for one in wear]
+                write_json(self._folder / RUN_FILE, begun | {"wear": wear_report} | how_it_ended(error))
         except (OSError, ConfigError) as broken:
-            _log.warning("the record of the failed run in %s is not complete: %s", self._folder, broken)
+            _log.warning("the record of the failed run in %s is not complete: %s", self._folder or self._json, broken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from infinity.cli.ranks import this_job
 from infinity.cli.shapes import preset_named, shape_of
 from infinity.cli.sizing import comfortable_budgets, minima_of
 from infinity.cli.train_options import TrainOptions
-from infinity.config import ActivationPolicy, Config, DeviceKind, Durability, Precision, Schedule
+from infinity.config import ActivationPolicy, Config, DeviceKind, Durability, Precision, Schedule, read_settings
 from infinity.durable.notes import StoredRun
 from infinity.errors import ConfigError
 from infinity.models.gpt import GptShape
@@ -138,17 +139,33 @@ def _check_ranks(options: TrainOptions) -> None:
             raise ConfigError(f"{name} works with one rank, and this job has {size}; leave it out")
 
 
-def _refuse_unknown(precision: str) -> None:
+def _refuse_precision(precision: object) -> None:
     """Name what this loop trains in, not all that a config may ask for."""
+    if precision == Precision.FP16:
+        raise ConfigError(
+            "precision = 'fp16' needs a loss scale, which the loop of `infinity train` does not have; allowed: "
+            "'fp32', 'bf16'. In a loop of your own use infinity.GradScaler"
+        )
     if precision not in list(Precision):
         raise ConfigError(f"precision = {precision!r}: allowed: 'fp32', 'bf16'")
 
 
+def _config_file(path: Path, precision: str | None) -> Config:
+    """The settings in a file; `precision` is what was typed, and replaces that of the file."""
+    settings = read_settings(path)
+    try:
+        if precision is None and "precision" in settings:
+            _refuse_precision(settings["precision"])
+        return Config(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
 def _engine_config(options: TrainOptions) -> Config:
-    config = Config.load(options.config) if options.config is not None else Config()
+    config = Config() if options.config is None else _config_file(options.config, options.precision)
     changes: dict[str, Any] = {}
     if options.precision is not None:
-        _refuse_unknown(options.precision)
+        _refuse_precision(options.precision)
         changes["precision"] = options.precision
     if options.activations is not None:
         changes["activations"] = {"policy": options.activations}
@@ -169,13 +186,7 @@ def _engine_config(options: TrainOptions) -> Config:
         given = {key: value for key, value in section.items() if value is not None}
         if given:
             changes[name] = given
-    config = config.with_(**changes) if changes else config
-    if config.precision is Precision.FP16:
-        raise ConfigError(
-            "precision 'fp16' needs a loss scale, which the loop of `infinity train` does not have; allowed: 'bf16', "
-            "'fp32'. In a loop of your own use infinity.GradScaler"
-        )
-    return config
+    return config.with_(**changes) if changes else config
 
 
 def _choose_schedule(config: Config, options: TrainOptions) -> tuple[Config, str]:

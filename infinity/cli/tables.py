@@ -12,6 +12,7 @@ from rich.text import Text
 
 from infinity.plan.summary import Plan
 from infinity.plan.traffic import KindTraffic, StepTraffic
+from infinity.rank_budgets import told_smallest
 from infinity.sizes import format_nbytes
 
 _KINDS = ("param", "state", "grad")
@@ -21,18 +22,24 @@ def preflight(plan: Plan, *, accumulate: int, io_engine: str, notes: tuple[str, 
     """What lies on which tier and why, and what a step moves."""
     title = Text(
         f"{plan.parameters:,} parameters in {plan.units} units, {format_nbytes(plan.state_bytes)} of state "
-        f"({plan.state_bytes / _budget_nbytes(plan):.1f} times the device and host budgets together)"
+        f"({plan.state_bytes / _budgets_nbytes(plan):.1f} times the device and host budgets together)"
     )
     lines = [Text(note) for note in (*notes, f"swap files: {io_engine}", *plan.placement.notes)]
     return Group(title, _tiers(plan), _step_traffic(plan, accumulate, is_resumed), *lines)
 
 
-def _budget_nbytes(plan: Plan) -> int:
-    return plan.placement.device_budget_nbytes + plan.placement.host_budget_nbytes
+def _budgets_nbytes(plan: Plan) -> int:
+    """Of all ranks that the state is shared out among."""
+    return plan.shards * (plan.placement.device_budget_nbytes + plan.placement.host_budget_nbytes)
+
+
+def _of_one(plan: Plan) -> str:
+    return ", of one rank" if plan.placement.local_size > 1 or plan.shards > 1 else ""
 
 
 def _tiers(plan: Plan) -> Table:
-    table = Table("tier", "what", box=box.SIMPLE, pad_edge=False)
+    title = f"Where everything lies{_of_one(plan)}"
+    table = Table("tier", "what", title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("why")
     placement = plan.placement
@@ -44,7 +51,7 @@ def _tiers(plan: Plan) -> Table:
     for tier in dict.fromkeys(row.tier for row in rows):
         if tier in budgets:
             budget, least = budgets[tier]
-            why = f"{format_nbytes(least)} is the smallest that works"
+            why = told_smallest(least, placement.local_size, is_shared=tier == "host")
             table.add_row(tier, "budget", format_nbytes(budget), why, style="bold")
         for row in rows:
             if row.tier == tier:
@@ -54,7 +61,7 @@ def _tiers(plan: Plan) -> Table:
 
 def _step_traffic(plan: Plan, accumulate: int, is_resumed: bool) -> Table:
     """A row for each kind of shard, so that no figure is cut where the terminal is narrow."""
-    title = "NVMe bytes per step, as computed"
+    title = f"NVMe bytes per step, as computed{_of_one(plan)}"
     table = Table("shards", title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
     steps = {"first": 1 if is_resumed else 0, "later": 1}
     for name in steps:

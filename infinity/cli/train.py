@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from infinity.bench.machine import describe_machine
 from infinity.checkpoint.folder import refuse_other
 from infinity.checkpoint.format import INDEX_FILE
 from infinity.cli import baseline
 from infinity.cli.console import make_console
-from infinity.cli.files import check_files, write_json, write_text
+from infinity.cli.files import check_files, write_text
 from infinity.cli.loop import load_training_text
 from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
-from infinity.cli.offloaded import train_offloaded
+from infinity.cli.offloaded import OffloadedRun, train_offloaded
 from infinity.cli.ranks import this_job
 from infinity.cli.recording import Recording
 from infinity.cli.report import add_baseline, make_report, open_report
@@ -49,7 +50,7 @@ def train(options: TrainOptions) -> None:
     _check_save(options)
     if options.baseline:
         baseline.check_memory(settings.training)
-    recording = Recording(options.record)
+    recording = Recording(options.record, options.json)
     recording.open(open_report(settings))
     try:
         map_large_blocks()
@@ -58,13 +59,20 @@ def train(options: TrainOptions) -> None:
             warm_up(settings.training, settings.config.precision, settings.config.state_format)
         interpreter_nbytes = rss_bytes()
         run = train_offloaded(settings, text, recording)
+        report = _report(settings, run, interpreter_nbytes)
+        recording.keep(report)
+        _tell(settings, run, report)
+        recording.finish(report)
     except BaseException as error:
         with undisturbed():
-            recording.fail(error)  # what fails later has been written
+            recording.fail(error)
         raise
+
+
+def _report(settings: RunSettings, run: OffloadedRun, interpreter_nbytes: int) -> dict[str, Any]:
     if run.measured is None:
         raise InfinityError("the run ended without measurements")
-    report = make_report(
+    return make_report(
         settings,
         run.begun,
         run.records,
@@ -73,17 +81,20 @@ def train(options: TrainOptions) -> None:
         prediction=run.prediction,
         wear=run.wear,
     )
+
+
+def _tell(settings: RunSettings, run: OffloadedRun, report: dict[str, Any]) -> None:
+    """Everything but the report itself, to which the comparison with plain PyTorch is added."""
+    options, console = settings.options, make_console()
     if run.prediction is not None and this_job().is_first:
         _keep_residual(settings, run.prediction)
-    console = make_console()
+    if options.scheduler_trace is not None and run.scheduler is not None:
+        write_text("--scheduler-trace", options.scheduler_trace, to_text(run.scheduler))
     if options.baseline:
         console.print("running the same training in plain PyTorch")
         comparison = _compare(settings, run.first_step, report["losses"], run.hashes)
         add_baseline(report, comparison, run.first_step)
     console.print(summary(report))
-    write_json(options.json, report)
-    if options.scheduler_trace is not None and run.scheduler is not None:
-        write_text("--scheduler-trace", options.scheduler_trace, to_text(run.scheduler))
 
 
 def _recorded(options: TrainOptions, folder: Path) -> TrainOptions:

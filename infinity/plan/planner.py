@@ -176,6 +176,7 @@ def plan_rank(request: PlanRequest) -> RankPlan:
         nvme_budget_nbytes=_drive_space(hardware),
         chunk_nbytes=None,
         staging_nbytes=0,
+        local_size=hardware.gpus,
     )
     placement = place_for_any_loop(wanted, reason) if schedule is Schedule.AUTO else make_placement(wanted)
     _refuse_without_drives(placement, hardware)

@@ -1,4 +1,4 @@
-"""The plan of a run in words and numbers: what lies where, and what a step moves."""
+"""The plan of a run in words and numbers: what lies where, and what a step moves; of several ranks, for one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ class PlanRow:
 
 
 class Plan:
-    """What the placement manager decided. Holds no engine state; made once."""
+    """What the placement manager decided. Holds no engine state; made once.
+
+    Attributes:
+        parameters, trainable_parameters, state_bytes: of the whole model, on all `shards` ranks that share it.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.placement = runtime.placement
@@ -33,6 +37,7 @@ class Plan:
             group.layout.payload_numel * group.shard_dtype.itemsize for group in runtime.groups
         )
         self.units = len(runtime.units)
+        self.shards = 1 if runtime.lockstep is None else runtime.lockstep.collectives.ranks.shards
 
     def table(self) -> list[PlanRow]:
         """Every part of every tier's budget."""

@@ -71,6 +71,7 @@ class RunRecorder(Closing):
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._counters: Mapping[str, float] = source.counters()
+        self._landed: Mapping[str, float] | None = None  # the same at the end, with all writes over
         self._rows: TolerantSink | None = None
         self._error: BaseException | None = None
         self._is_closed = False
@@ -95,18 +96,39 @@ class RunRecorder(Closing):
         """Write what is left to write. Idempotent.
 
         Raises:
-            InfinityError: the engine or the optimizer is closed already.
+            InfinityError: the engine or the optimizer is closed already; the record has what the last step knew.
+            IterationError, StorageError: the last writes failed, and so the run did, in its record too.
         """
         if self._is_closed:
             return
         self._is_closed = True
         try:
             if self._error is None:
-                self._source.metrics()  # waits for the last writes, which count too
-            wear = self._wear.report()
+                self._measure_end()
         finally:
-            if self._rows is not None:
-                self._rows.close()
+            self._end()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._error = error
+        self.close()
+
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _measure_end(self) -> None:
+        """Wait for the last writes, which count too. Where one fails, so has the run."""
+        is_closed = self._source.is_closed
+        try:
+            self._landed = self._source.metrics()
+        except BaseException as error:
+            self._error = None if is_closed else error
+            raise
+
+    def _end(self) -> None:
+        if self._rows is not None:
+            self._rows.close()
+        wear = self._wear.report()
         if self._rows is None:
             return
         measured: dict[str, Any] = {
@@ -121,14 +143,6 @@ class RunRecorder(Closing):
             self._source.trace.write_chrome(self._folder / TRACE_FILE)
         except OSError as error:
             _log.warning("the record of the run in %s is not complete: %s", self._folder, error)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._error = error
-        self.close()
-
-    # Parts -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> TolerantSink:
         try:
@@ -165,7 +179,7 @@ class RunRecorder(Closing):
         else:
             model = {"parameters": source.parameters_numel, "state_bytes": source.state_nbytes, "units": 0}
             budgets = {"host": source.pool.capacity_nbytes, "nvme": source.plan.nvme_nbytes}
-        counters = source.counters() if self._error is not None else source.metrics()
+        counters = self._landed or self._counters
         moved = {f"nvme_{way}_bytes": counters.get(f"nvme/{way}_payload_bytes", 0) for way in ("read", "write")}
         return {
             "config": {"training": settings, "engine": source.config.model_dump(mode="json")},

@@ -61,6 +61,14 @@ def test_the_page_needs_no_network_and_the_trace_has_every_lane(tmp_path: Path) 
     assert {"compute", "h2d", "d2h", "optimizer", "nvme read", "nvme write"} <= lanes
 
 
+def test_budgets_of_ranks_are_told_as_such(tmp_path: Path) -> None:
+    for gpus, told in (("1", "is the smallest that works"), ("2", "of each rank, for which 928 KiB is the smallest")):
+        code, output, error = call("plan", "--preset", "tiny", "--gpus", gpus, "--no-advice")
+        assert code == 0, error
+        assert told in " ".join(output.split())
+        assert ("for the 2 on this machine 1.81 MiB" in " ".join(output.split())) == (gpus == "2")
+
+
 def test_more_of_what_binds_is_faster(tmp_path: Path) -> None:
     slow = plan_report(tmp_path, *SMALL[:-1], "0.1:0.1", "--no-advice")
     fast = plan_report(tmp_path, *SMALL[:-1], "2x0.1:0.1", "--no-advice")

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.stopping import Terminated, deferred, stoppable, undisturbed
+from infinity.report.page import page
+from infinity.report.record import RunRecord, RunState
 from tests.cli.command import TIMEOUT_S, start
 
 MANY = ("--steps", "100000")
@@ -56,6 +58,26 @@ def test_stops_clean_in_the_middle_of_a_step(
     assert "stopped" in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_while_it_is_compared_keeps_what_it_measured(tmp_path: Path) -> None:
+    record, swap = tmp_path / "run", tmp_path / "swap"
+    swap.mkdir()
+    options = ("--steps", "3", "--baseline", "--record", str(record))
+    process, _ = _start_and_wait(swap, "running the same training in plain PyTorch", *options)
+    process.send_signal(signal.SIGINT)
+    try:
+        _, error = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 130, error
+    kept = RunRecord.load(record)
+    assert kept.state is RunState.INTERRUPTED
+    assert (len(kept.run["losses"]), len(kept.run["traffic"]["per_step"]), kept.run["baseline"]) == (3, 3, None)
+    assert kept.run["prediction"].keys() and kept.spans
+    assert "Interrupted after 3 steps" in page(kept)
+    assert list(swap.iterdir()) == []
 
 
 @pytest.mark.slow

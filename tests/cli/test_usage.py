@@ -133,6 +133,15 @@ def test_a_setting_file_is_read_and_options_go_before_it(tmp_path: Path) -> None
     code, _, error = call("train", "--preset", "tiny", "--config", settings)
     assert code == 2
     assert "host budget of 1 KiB" in error
+    for named, message in (("fp8", "precision = 'fp8': allowed: 'fp32', 'bf16'\n"), ("fp16", "needs a loss scale")):
+        settings.write_text(f'precision = "{named}"\n')
+        code, _, error = call("train", "--preset", "tiny", "--config", settings)
+        assert code == 2
+        assert str(settings) in error and message in error
+    settings.write_text('precision = "fp16"\n[host]\nbudget = "1KiB"\n')
+    code, _, error = call("train", "--preset", "tiny", "--config", settings, "--precision", "bf16")
+    assert code == 2
+    assert "host budget of 1 KiB" in error
     settings.write_text("[hosts]\nbudget = 1\n")
     code, _, error = call("train", "--preset", "tiny", "--config", settings)
     assert code == 2

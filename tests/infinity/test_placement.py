@@ -24,6 +24,7 @@ from infinity.layout import Sharding
 from infinity.optim.kernels import kernel_for
 from infinity.optim.records import GroupState
 from infinity.placement import Placement, make_placement
+from infinity.rank_budgets import told_smallest
 from infinity.units import partition
 from tests import zoo
 from tests.conftest import MakeEngine
@@ -210,6 +211,11 @@ def test_ranks_are_told_what_each_has_and_what_to_give_for_all() -> None:
         make_placement(replace(request, device_budget_nbytes=device_nbytes - 1))
     assert re.search(rf"device budget of .* of each rank \({device_nbytes - 1} bytes\) is too small", str(caught.value))
     assert "shared by" not in str(caught.value)
+    assert plan_at(request, smallest).local_size == 2
+    told = told_smallest(3 * KIB, 2, is_shared=True)
+    assert told == "of each rank, for which 3 KiB is the smallest that works; for the 2 on this machine 6 KiB"
+    assert told_smallest(3 * KIB, 2, is_shared=False) == "of each rank, for which 3 KiB is the smallest that works"
+    assert told_smallest(3 * KIB, 1, is_shared=True) == "3 KiB is the smallest that works"
 
 
 @settings(deadline=None, max_examples=60)

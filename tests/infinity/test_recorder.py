@@ -17,6 +17,7 @@ from infinity.wear import WearWatch
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.devices import identify_device
+from storage.errors import StorageError
 from storage.types import Op
 from tests.conftest import small_config
 from tests.full_disk import full_disk
@@ -142,11 +143,57 @@ def test_training_outlives_its_record(tmp_path: Path, caplog: pytest.LogCaptureF
     assert {path.name for path in (tmp_path / "full").iterdir()} == {"run.json", "metrics.jsonl"}
 
 
-def test_a_record_of_an_engine_that_is_closed_holds_no_file(tmp_path: Path) -> None:
+def test_a_run_whose_last_writes_fail_has_failed(tmp_path: Path) -> None:
+    """They fail while the recorder waits for them, when the loop is over."""
+    model = build(Net)
+    backends: list[FaultyBackend] = []
+
+    def faulty(backend: Backend) -> Backend:
+        backends.append(FaultyBackend(backend))
+        return backends[-1]
+
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    settings = small_config(swap, nvme={"paths": [swap], "eio_retries": 0})
+    with infinity.offload(model, settings, wrap_backend=faulty) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        recorder = RunRecorder(optimizer, tmp_path / "run")
+        train(model, optimizer, range(1))
+        engine.metrics()
+        for backend in backends:
+            backend.inject(Fault.IO_ERROR, op=Op.WRITE, times=None, when=lambda request: "grad" not in request.key)
+        train(model, optimizer, range(1))
+        recorder.step(loss=0.5)
+        with pytest.raises(StorageError, match="Input/output error") as failure:
+            recorder.close()
+        for backend in backends:
+            backend.clear()
+        recorder.close()  # nothing more to say
+        written = engine.counters()["nvme/write_payload_bytes"]
+    record = RunRecord.load(tmp_path / "run")
+    assert (record.state, record.run["losses"]) == (RunState.FAILED, [0.5])
+    assert record.run["error"]["type"] == type(failure.value).__name__
+    assert "Input/output error" in record.run["error"]["message"]
+    assert 0 < record.run["traffic"]["total"]["nvme_write_bytes"] <= written
+
+
+def test_a_record_of_an_engine_that_is_closed_ends_with_the_last_step_and_holds_no_file(tmp_path: Path) -> None:
     model = build(Net)
     with infinity.offload(model, small_config(tmp_path)):
         recorder = RunRecorder(infinity.AdamW(model.parameters()), tmp_path / "run")
+        recorder.step(loss=0.25)
     with pytest.raises(infinity.InfinityError, match="closed"):
         recorder.close()
+    record = RunRecord.load(tmp_path / "run")
+    assert (record.state, record.run["losses"]) == (RunState.FINISHED, [0.25])
+    model = build(Net)
+    optimizer = infinity.AdamW(model.parameters(), config=config(tmp_path))
+    over_state = RunRecorder(optimizer, tmp_path / "state")
+    over_state.step(loss=0.75)
+    optimizer.close()
+    with pytest.raises(infinity.InfinityError, match="closed"):
+        over_state.close()
+    record = RunRecord.load(tmp_path / "state")
+    assert (record.state, record.run["losses"]) == (RunState.FINISHED, [0.75])
     opened = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
     assert str(tmp_path / "run" / "metrics.jsonl") not in opened

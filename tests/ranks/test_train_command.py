@@ -45,6 +45,8 @@ def test_two_ranks_train_and_one_prints(tmp_path: Path) -> None:
     for word in ("budgets:", "text:"):
         assert ranks.stdout.count(word) == single.stdout.count(word) == 1, ranks.stdout
     assert len(together["grad_norms"]) == 2
+    for told in ("of each rank, for which", "Where everything lies, of one rank"):
+        assert told in ranks.stdout and told not in single.stdout
     for ours, theirs in zip(together["grad_norms"], alone["grad_norms"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)  # two ranks with a batch each, or one that accumulates two
 
