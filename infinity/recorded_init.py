@@ -19,7 +19,7 @@ from infinity.groups import FlatGroup
 from infinity.kept_tensors import Kept, change_kept
 from infinity.materialise import FirstValues, GroupStaging
 from infinity.placing import sources_of
-from infinity.recording.origins import converted_from, is_changed, origin_of
+from infinity.recording.origins import converted_from, is_anything_recorded, is_changed, origin_of
 from infinity.recording.plan import ReplayPlan, plan_replay
 from infinity.recording.replay import refuse_changed_constants, replay
 from infinity.recording.tape import Block, Region, Tape, region_of
@@ -359,7 +359,8 @@ def _kept_by_modules(model: nn.Module, values: FirstValues) -> list[tuple[bool, 
             found.append((kept.is_buffer, origin.tape, _Kept(kept.tensor, region_of(kept.tensor, origin.block))))
         return kept.tensor
 
-    change_kept(model, note)
+    if is_anything_recorded():
+        change_kept(model, note)
     return found
 
 

@@ -33,6 +33,11 @@ def origin_of(tensor: torch.Tensor) -> Origin | None:
     return _ORIGINS.get(tensor.untyped_storage())
 
 
+def is_anything_recorded() -> bool:
+    """Whether there is a tensor without memory, of whatever model, that has a record."""
+    return any(storage.device.type == "meta" for storage in _ORIGINS)
+
+
 def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
     """Say where a tensor's storage gets its values."""
     _ORIGINS[tensor.untyped_storage()] = origin

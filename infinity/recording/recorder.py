@@ -30,11 +30,11 @@ from infinity.errors import UnsupportedModelError
 from infinity.recording.generators import Generators
 from infinity.recording.lowering import changes_secretly, fill_of, fills, is_empty, new_results, overwrites
 from infinity.recording.origins import is_recording, noting_versions, origin_of, recording_here, set_origin
-from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, region_of
+from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, digest_of, region_of
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-_COPIED_NBYTES = 1 << 20  # larger constants are kept, not copied
+_COPIED_NBYTES = 1 << 20  # larger constants are kept, with a digest, not copied
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -358,5 +358,5 @@ def _needs_order(func: Any) -> UnsupportedModelError:
 
 
 def _constant(value: torch.Tensor) -> Constant:
-    is_small = value.nbytes <= _COPIED_NBYTES
-    return Constant(value.detach().clone()) if is_small else Constant(value, value._version)
+    is_copied = value.nbytes <= _COPIED_NBYTES or value.layout is not torch.strided
+    return Constant(value.detach().clone()) if is_copied else Constant(value, digest_of(value))

@@ -105,7 +105,7 @@ def _is_recorded(value: Any) -> bool:
 
 
 def _value_of(constant: Constant, operation: Operation) -> torch.Tensor:
-    if constant.version is not None and constant.value._version != constant.version:
+    if constant.is_changed:
         raise UnsupportedModelError(
             f"a tensor of shape {tuple(constant.value.shape)} from which a constructor made values "
             f"({operation.function}) has been changed since, so that the values are lost. Give the constructor a copy, "

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 
 @dataclass(eq=False, slots=True)
@@ -83,11 +84,23 @@ class Constant(NamedTuple):
     """A tensor with values that was an argument.
 
     Attributes:
-        version: its counter of changes when it was recorded; None for a copy.
+        digest: of its values when it was recorded; None for a copy. A counter of changes would not tell those made
+            through `.data` or through a numpy array of the same memory.
     """
 
     value: torch.Tensor
-    version: int | None = None
+    digest: int | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has other values than when it was recorded."""
+        return self.digest is not None and digest_of(self.value) != self.digest
+
+
+def digest_of(values: torch.Tensor) -> int:
+    """xxh3 of the elements of a strided tensor, in their order."""
+    plain = values.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return xxhash.xxh3_64_intdigest(plain.view(-1).view(torch.uint8).numpy())
 
 
 @dataclass(eq=False, slots=True)

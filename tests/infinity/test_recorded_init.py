@@ -382,6 +382,43 @@ def test_a_constant_that_is_changed_afterwards_is_refused(offload: MakeEngine) -
     assert all(type(parameter) is nn.Parameter and parameter.is_meta for parameter in model.parameters())  # as it was
 
 
+@pytest.mark.parametrize("way", ["numpy", "data"])
+def test_a_constant_that_is_changed_past_its_counter_is_refused(offload: MakeEngine, way: str) -> None:
+    """One array that is filled anew for every layer would give all of them what the last one got."""
+
+    class Scratch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(600, 600, bias=False) for _ in range(2))
+            array = np.empty((600, 600), np.float32)
+            values = torch.from_numpy(array)
+            for number, layer in enumerate(self.layers):
+                if way == "numpy":
+                    array[:] = number
+                else:
+                    values.data.fill_(number)
+                with torch.no_grad():
+                    layer.get_parameter("weight").copy_(values)
+
+    with pytest.raises(infinity.UnsupportedModelError, match=r"\(600, 600\).*has been changed since"):
+        offload(_empty(Scratch), host={"budget": "64MiB"})
+
+
+@pytest.mark.parametrize("kind", ["inference", "transposed"])
+def test_large_constants_of_any_kind(offload: MakeEngine, kind: str) -> None:
+    with torch.inference_mode(mode=kind == "inference"):
+        large = torch.rand(600, 600)
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(600, 600) + (large.t() if kind == "transposed" else large))
+
+    model = _empty(Large)
+    offload(model, host={"budget": "64MiB"})
+    assert torch.equal(gathered_parameters(model)["weight"], large.t() if kind == "transposed" else large)
+
+
 def test_small_constants_are_copied(offload: MakeEngine) -> None:
     small = torch.ones(5)
 
