@@ -100,7 +100,7 @@ class Constant(NamedTuple):
 def digest_of(values: torch.Tensor) -> int:
     """xxh3 of the elements of a strided tensor, in their order."""
     plain = values.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return xxhash.xxh3_64_intdigest(plain.view(-1).view(torch.uint8).numpy())
+    return xxhash.xxh3_64_intdigest(plain.view(-1).view(torch.uint8).numpy().data)
 
 
 @dataclass(eq=False, slots=True)
