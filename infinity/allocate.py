@@ -101,6 +101,13 @@ def allocate(plan: Blueprint, stack: ExitStack) -> Runtime:
     return runtime
 
 
+def _attach(plan: Blueprint, trace: Trace) -> None:
+    """Make parameters and stand-ins, and note what moves between host and device."""
+    for group in plan.groups:
+        group.attach(plan.device.torch_device, plan.access)
+    plan.device.traffic.watch(partial(_note_copy, trace))
+
+
 def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     """The parts that decide, over the resources they decide about."""
 
@@ -125,11 +132,9 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     )
     stalls = _stall_clock(plan, made, inspection)
     saver = Saver(made.save_thread, stalls)
-    for group in plan.groups:
-        group.attach(plan.device.torch_device, plan.access)
+    _attach(plan, made.trace)
     in_flight: list[GroupUpdate] = []
     lockstep = Lockstep(plan.collectives, stalls) if plan.collectives is not None else None
-    plan.device.traffic.watch(partial(_note_copy, made.trace))
     memory = DeviceMemory(plan.device, report)
     blocks = GradientBlocks(memory, stalls)
     passage = _passage(plan, made, stalls)

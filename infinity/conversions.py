@@ -9,6 +9,7 @@ import torch
 
 from infinity.errors import UnsupportedModelError
 from infinity.released import FreedParameter, ReleasedParameter
+from infinity.torch_compat import asked_conversion
 
 _TENSOR = torch.Tensor
 _DTYPES: dict[Callable[..., Any], torch.dtype] = {
@@ -57,5 +58,4 @@ def _target(
     if args and isinstance(args[0], torch.Tensor):
         return args[0].device, args[0].dtype
     known = {name: value for name, value in kwargs.items() if name in ("device", "dtype", "non_blocking")}
-    device, dtype, *_ = torch._C._nn._parse_to(*args, **known)
-    return device, dtype
+    return asked_conversion(*args, **known)

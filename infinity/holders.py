@@ -14,7 +14,7 @@ from enum import Enum
 
 import torch
 
-from infinity.torch_compat import are_referred_to, is_held_by_code
+from infinity.torch_compat import are_referred_to, is_held_by_code, storage_id
 
 _YOUNG = (0, 1)  # generations
 _OLD = 2
@@ -74,7 +74,7 @@ def _found_in(generation: int, storage: int, others: Collection[int]) -> list[we
 def _storage_of(tensor: torch.Tensor) -> int | None:
     """`_cdata` of the storage of a tensor; None for one without memory of its own."""
     try:
-        return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
+        return storage_id(tensor)
     except (RuntimeError, NotImplementedError):  # of a kind that shows no memory to anybody
         return None
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from types import MethodType
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -31,9 +32,7 @@ from infinity.microbatches import MicroBatches, UnitSlices, sliced_units
 from infinity.released import refuse_copy
 from infinity.runs import Run
 from infinity.territory import Territory
-from infinity.torch_compat import CheckpointRun, node_sequence_nr, transforms, unbatched
-
-_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+from infinity.torch_compat import CheckpointRun, graph_task, node_sequence_nr, transforms, unbatched
 
 
 class UnitEvents(Protocol):
@@ -47,11 +46,6 @@ class UnitEvents(Protocol):
     def leave_forward(self, output: Any) -> Any: ...
     def join_backward(self) -> None: ...
     def end_backward(self) -> None: ...
-
-
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class GraphTasks:
@@ -68,8 +62,8 @@ class GraphTasks:
 
     def join(self) -> None:
         """Note the graph task that runs now."""
-        task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._open:
+        task = graph_task()
+        if task is None or task in self._open:
             return
         self._open.add(task)
         Variable._execution_engine.queue_callback(lambda: self._ended(task))
@@ -91,23 +85,19 @@ class GraphTasks:
         self._open.clear()
 
 
-def _uncompiled(hook: _Hook) -> _Hook:
-    """Keep torch.compile out of a hook: it resizes storages, which cannot be traced."""
-    disabled: _Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
-
-
 class _Uncopied:
-    """A hook of a module that may have no parameters of its own, which would refuse to be copied or pickled.
+    """What hooks are methods of: a module without parameters of its own would not refuse to be copied or pickled.
 
-    A module's hooks come before the modules inside it. Those of a unit are functions, as compiled modules need them.
+    Its hooks come before the modules inside it, and the object of a method before its function.
     """
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
+    def uncompiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A hook that torch.compile keeps out of: it resizes storages, which cannot be traced.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hook(*args, **kwargs)
+        Args:
+            method: of the class, to be called for this object.
+        """
+        return MethodType(torch.compiler.disable(method), self)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse_copy("a module of an offloaded model")
@@ -116,7 +106,7 @@ class _Uncopied:
         refuse_copy("a module of an offloaded model")
 
 
-class UnitHooks:
+class UnitHooks(_Uncopied):
     """The hooks of one unit, bound to its events."""
 
     def __init__(
@@ -133,8 +123,7 @@ class UnitHooks:
     def install(self) -> list[RemovableHandle]:
         """Register the hooks; the handles remove them."""
         module = self._unit.module
-        pre = _uncompiled(self._pre_forward)
-        post = _uncompiled(self._post_forward)
+        pre, post = self.uncompiled(UnitHooks._pre_forward), self.uncompiled(UnitHooks._post_forward)
         return [
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True),
             module.register_forward_hook(post, always_call=True),
@@ -243,28 +232,29 @@ def live_with_graph(output: Any, companion: object) -> bool:
     return bool(nodes)
 
 
-class EntryHooks:
+class EntryHooks(_Uncopied):
     """The hooks of a module that may be called from outside: where an outermost forward begins and ends.
 
     That is the model, but also what lies between it and its units: `generate` calls an encoder by itself.
-
-    Args:
-        is_unit: whether the module is a unit itself.
     """
 
-    def __init__(self, module: nn.Module, events: UnitEvents, *, is_unit: bool) -> None:
+    def __init__(self, module: nn.Module, events: UnitEvents) -> None:
         self._module = module
         self._events = events
-        self._is_unit = is_unit
 
     def install(self) -> list[RemovableHandle]:
         """Register the hooks; the handles remove them."""
-        pre = _uncompiled(lambda module, args: self._events.enter_forward())
-        post = _uncompiled(lambda module, args, output: self._events.leave_forward(output))
+        pre, post = self.uncompiled(EntryHooks._pre_forward), self.uncompiled(EntryHooks._post_forward)
         return [
-            self._module.register_forward_pre_hook(pre if self._is_unit else _Uncopied(pre), prepend=True),
-            self._module.register_forward_hook(post if self._is_unit else _Uncopied(post), always_call=True),
+            self._module.register_forward_pre_hook(pre, prepend=True),
+            self._module.register_forward_hook(post, always_call=True),
         ]
+
+    def _pre_forward(self, module: nn.Module, args: Any) -> None:
+        self._events.enter_forward()
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._events.leave_forward(output)
 
 
 def _entries(territory: Territory, units: Sequence[Unit]) -> list[nn.Module]:
@@ -283,7 +273,7 @@ def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
 
 def _watch_gradients(unit: Unit, events: UnitEvents) -> list[RemovableHandle]:
     """Parameters that are always there have no run that a backward begins with: it is noticed by what it gives them."""
-    arrived = _uncompiled(lambda parameter: events.join_backward())
+    arrived = torch.compiler.disable(lambda parameter: events.join_backward())  # type: ignore[no-untyped-call]
     register = nn.Parameter.register_post_accumulate_grad_hook  # torch's own, not that of an offloaded parameter
     return [
         register(parameter, arrived)  # type: ignore[no-untyped-call]
@@ -323,9 +313,8 @@ def install(
                 module.register_state_dict_post_hook(_copy_into_state_dict)  # type: ignore[no-untyped-call]
             )
     # After the units': an outermost forward begins before its unit is gathered.
-    units_here = {id(unit.module) for unit in units if not unit.resident}
     for module in _entries(territory, units):
-        handles += EntryHooks(module, events, is_unit=id(module) in units_here).install()
+        handles += EntryHooks(module, events).install()
     if micro_batches > 1:
         handles += shared.install(model)
     for mine in slices.values():

@@ -9,42 +9,34 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.call_counts import CallCounts
 from infinity.config import DeviceKind
 from infinity.conversions import CONVERSIONS, keep_or_refuse
 from infinity.dtype_notes import note_dtypes
 from infinity.durable.journal import Journal
-from infinity.errors import DeviceOutOfMemoryError, IterationError, NotGatheredError, UnsupportedModelError
+from infinity.errors import DeviceOutOfMemoryError, IterationError, UnsupportedModelError
 from infinity.graph_ages import GraphAges, refuse_create_graph
 from infinity.groups import FlatGroup, Unit
-from infinity.hooks import GraphTasks, in_backward, watch_outputs
+from infinity.hooks import GraphTasks, watch_outputs
 from infinity.lending import Lending
 from infinity.lockstep import Want
 from infinity.observe.shortages import hand_on_report
 from infinity.observe.timeline import UnitTimeline
 from infinity.occupancy import Occupancy
 from infinity.order import Access, Mode, Phase
-from infinity.released import (
-    OffloadedParameter,
-    fresh_grad,
-    is_released,
-    mark_freed,
-    mark_present,
-    real,
-    set_fresh_grad,
-)
+from infinity.released import fresh_grad, set_fresh_grad
+from infinity.released_uses import ReleasedUses, differentiates, refuse_outside
 from infinity.repeats import Repeats
 from infinity.runs import OpenRuns, Run
 from infinity.runtime import Runtime
 from infinity.shortage import explain_shortage
 from infinity.structure import Structure
 from infinity.territory import Territory
+from infinity.torch_compat import in_backward
 from infinity.updates import Updates
 
 _ON_USE = "gathered on use"
-_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +57,7 @@ class Iteration:
         self._calls = CallCounts()
         self._used_elsewhere: set[int] = set()
         self._used_in_forward: set[int] = set()  # by the forward under way, outside of the parameters' units
-        self._own = frozenset(runtime.groups)
+        self._uses = ReleasedUses(runtime.groups, runtime.gatherer.is_gathered)
         self._resident = {group.index for group in runtime.resident_groups}
         self._lending = Lending(group for group in runtime.groups if group.index not in self._resident)
         self._unit_of = {index: min(g.units) for index, g in enumerate(runtime.groups)}
@@ -255,43 +247,17 @@ class Iteration:
     # followed, so these groups are gathered again when the backward of the whole forward begins.
 
     def use_released(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """An operation touches released parameters: gather them inside a forward or backward, refuse outside.
-
-        Those of other engines stay what they are: the operation is handed on to theirs.
-        """
-        used = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_mine(leaf)]
-        if func in _DIFFERENTIATE:  # asks for gradients; units are gathered as their backward comes
-            return self._differentiate(func, args, kwargs, [real(leaf) for leaf in used])
+        """An operation touches released parameters: gather them inside a forward or backward, refuse outside."""
+        if differentiates(func):
+            return self._uses.differentiate(func, args, kwargs)
+        used = self._uses.among(args, kwargs)
         if not self._occupancy.is_inside and not in_backward():
             if func in CONVERSIONS:
                 return keep_or_refuse(func, used[0], args, kwargs)
-            name = getattr(func, "__name__", str(func))
-            raise NotGatheredError(
-                f"{name} on parameter {used[0].ref.name!r}, whose data is not here: it is offloaded and gathered only "
-                "while its module runs. Read or edit it inside `with infinity.gathered(module):`; for a state dict of "
-                "all parameters use infinity.state_dicts.get_model_state_dict(engine), for a checkpoint engine.save()"
-            )
+            refuse_outside(func, used[0].ref.name)
         groups = list({leaf.ref.group.index: leaf.ref.group for leaf in used}.values())
         self._gather_on_use(groups)
-        real_args, real_kwargs = tree_map(self._real, (tuple(args), kwargs))
-        return func(*real_args, **real_kwargs)
-
-    def _is_mine(self, value: object) -> bool:
-        return is_released(value) and value.ref.group in self._own
-
-    def _real(self, value: Any) -> Any:
-        return real(value) if self._is_mine(value) else value
-
-    def _differentiate(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], asked: Sequence[OffloadedParameter]
-    ) -> Any:
-        """Run `torch.autograd.grad` and its like with respect to parameters that need not be there."""
-        real_args, real_kwargs = tree_map(self._real, (tuple(args), kwargs))
-        mark_present(asked)  # to torch they are leaves of the graph like any others
-        try:
-            return func(*real_args, **real_kwargs)
-        finally:
-            mark_freed(p for p in asked if not self._runtime.gatherer.is_gathered(p.ref.group))
+        return self._uses.call(func, args, kwargs)
 
     def _gather_on_use(self, groups: Iterable[FlatGroup]) -> None:
         phase = Phase.BACKWARD if in_backward() else Phase.FORWARD

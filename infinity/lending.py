@@ -16,6 +16,7 @@ from infinity.errors import UnsupportedModelError
 from infinity.groups import FlatGroup
 from infinity.hooks import tensors_in
 from infinity.released import OffloadedParameter, StandIn
+from infinity.torch_compat import storage_id
 
 
 class Lending:
@@ -54,6 +55,5 @@ class Lending:
         return leaf.ref.group.stand_ins[leaf.ref.slot] if is_lent else leaf
 
     def _group_of(self, tensor: torch.Tensor) -> FlatGroup | None:
-        if isinstance(tensor, StandIn) or not torch._C._has_storage(tensor):
-            return None
-        return self._groups.get(tensor.untyped_storage()._cdata)
+        storage = None if isinstance(tensor, StandIn) else storage_id(tensor)
+        return None if storage is None else self._groups.get(storage)

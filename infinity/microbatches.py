@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import UnsupportedModelError
 from infinity.groups import Unit, enclosing
+from infinity.torch_compat import in_backward
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -63,7 +64,7 @@ class MicroBatches:
         if first is None or first.shape[0] < 2 or self._count < 2:
             return []
         batch = first.shape[0]
-        is_recomputing = self._batch is None and torch._C._current_graph_task_id() != -1
+        is_recomputing = self._batch is None and in_backward()
         if batch != self._batch and not (is_recomputing and (unit.index, batch) in self._seen):
             return []
         self._seen.add((unit.index, batch))

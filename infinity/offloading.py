@@ -82,19 +82,17 @@ def offload(
     config = config or Config()
     uses_cuda = config.device.kind in (DeviceKind.AUTO, DeviceKind.CUDA) and torch.cuda.is_available()
     ranks = discover(process_group, mesh, uses_cuda=uses_cuda)
-    sharing = ranks if ranks.size > 1 else None
     with ExitStack() as stack:
         match = None
         if weights is not None and not resume:
             match = match_weights(model, stack.enter_context(open_weights(weights)), strict=strict)
             _tell(match)
-        values = FirstValues(init_fn, match)
         return Engine(
             model,
             config,
-            values=values,
+            values=FirstValues(init_fn, match),
             on_progress=on_progress,
-            ranks=sharing,
+            ranks=ranks if ranks.size > 1 else None,
             resume=resume,
             wrap_backend=wrap_backend,
         )

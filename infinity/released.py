@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeGuard, TypeVar, cast
 
@@ -24,6 +24,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from infinity.errors import NotGatheredError, UnsupportedModelError
+from infinity.tensor_metadata import asks_for_metadata
+from infinity.torch_compat import forbid_memory, in_backward
 
 if TYPE_CHECKING:
     from infinity.groups import FlatGroup
@@ -77,8 +79,8 @@ class OffloadedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         # Inside a backward it is autograd's own gradient that hooks change; outside, the one that waits.
-        set_fresh_grad(self, value if torch._C._current_graph_task_id() != -1 else None)
-        if value is None or torch._C._current_graph_task_id() == -1:
+        set_fresh_grad(self, value if in_backward() else None)
+        if value is None or not in_backward():
             self.ref.access.set_gradient(self.ref, value)
 
     @property
@@ -157,23 +159,6 @@ def refuse_copy(what: str) -> NoReturn:
 
 
 _TENSOR = torch.Tensor
-_METADATA_PROPERTIES = """
-    shape dtype device requires_grad ndim is_leaf is_meta layout nbytes itemsize grad_fn _backward_hooks is_cuda is_cpu
-    is_sparse is_quantized is_mkldnn is_nested is_xla is_mps is_xpu retains_grad names _version output_nr _base
-"""
-_METADATA_METHODS = """
-    numel size dim is_floating_point is_complex __hash__ element_size stride is_contiguous type __len__ nelement
-    ndimension is_signed is_inference get_device _is_view is_pinned is_shared
-"""
-
-
-def _metadata_functions() -> frozenset[Any]:
-    getters = {getattr(_TENSOR, n).__get__ for n in _METADATA_PROPERTIES.split() if hasattr(_TENSOR, n)}
-    getters.add(torch._has_compatible_shallow_copy_type)  # `model.to` asks whether it may set `.data`
-    return frozenset(getters | {getattr(_TENSOR, n) for n in _METADATA_METHODS.split() if hasattr(_TENSOR, n)})
-
-
-_METADATA = _metadata_functions()
 # What `__torch_function__` is told when a property of a tensor is read or set is the bound method of its descriptor.
 _GRAD: Any = inspect.getattr_static(_TENSOR, "grad")
 _REQUIRES_GRAD: Any = inspect.getattr_static(_TENSOR, "requires_grad")
@@ -182,11 +167,6 @@ _DATA_GET, _DATA_SET = _DATA.__get__, _DATA.__set__
 _GRAD_GET, _GRAD_SET = _GRAD.__get__, _GRAD.__set__
 _REQUIRES_GRAD_GET, _REQUIRES_GRAD_SET = _REQUIRES_GRAD.__get__, _REQUIRES_GRAD.__set__
 _REGISTER = (_TENSOR.register_hook, _TENSOR.register_post_accumulate_grad_hook)
-
-
-def _converts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether `Tensor.type` is given the type to convert to; without one it tells that of the tensor."""
-    return func is _TENSOR.type and (len(args) > 1 or bool(kwargs))
 
 
 class StandIn(torch.Tensor):
@@ -208,7 +188,7 @@ class StandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func in _METADATA and not _converts(func, args, kwargs):
+        if asks_for_metadata(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return cls.touched(func, args, kwargs or {})
@@ -237,6 +217,7 @@ class ReleasedParameter(StandIn):
         self: ReleasedParameter = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=dtype, device=device, requires_grad=requires_grad
         )
+        forbid_memory(self)
         self.ref = ref
         self._is_param = True
         return self
@@ -293,8 +274,7 @@ class FreedParameter(OffloadedParameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        is_metadata = func in _METADATA and not _converts(func, args, kwargs)
-        if is_metadata or func in (_GRAD_GET, _GRAD_SET) or func in _REGISTER:
+        if asks_for_metadata(func, args, kwargs) or func in (_GRAD_GET, _GRAD_SET) or func in _REGISTER:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func == _REQUIRES_GRAD_SET or func is _TENSOR.requires_grad_:

@@ -17,10 +17,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
-import torch
-
 from infinity.groups import Unit
-from infinity.torch_compat import next_sequence_nr
+from infinity.torch_compat import graph_task, next_sequence_nr
 
 
 class Run:
@@ -63,11 +61,11 @@ class OpenRuns:
 
     def __init__(self, close: Callable[[Unit], None]) -> None:
         self._close = close
-        self._open: dict[Run, int] = {}  # the graph task in which its backward began
+        self._open: dict[Run, int | None] = {}  # the graph task in which its backward began
 
     def begin(self, run: Run) -> None:
         """A node of `run` is about to be executed. Idempotent."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         self._close_all([other for other, its_task in self._open.items() if its_task == task and other.is_after(run)])
         self._open.setdefault(run, task)
         run.is_open = True

@@ -174,6 +174,38 @@ class CheckpointRun:
         self._steps.close()
 
 
+def graph_task() -> int | None:
+    """What tells the backwards under way in this thread apart; None outside of any."""
+    task = int(torch._C._current_graph_task_id())
+    return None if task == -1 else task
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward."""
+    return graph_task() is not None
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that has memory of its own, which may be freed."""
+    return bool(torch._C._has_storage(tensor))
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """What tensors over the same memory have in common; None for one without memory of its own."""
+    return tensor.untyped_storage()._cdata if has_storage(tensor) else None
+
+
+def forbid_memory(tensor: Tensor) -> None:
+    """Let what asks, past its class, for the memory of a tensor that has none raise RuntimeError, not read it."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+def asked_conversion(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """The device and dtype that the arguments of `Tensor.to` ask for."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many tensors and storage objects share this memory; the argument counts too."""
     return int(torch._C._storage_Use_Count(storage._cdata))

@@ -33,7 +33,15 @@ import torch
 from infinity.errors import NotGatheredError
 from infinity.groups import FlatGroup
 from infinity.holders import Holder, holder_of, young_collections
-from infinity.torch_compat import next_sequence_nr, storage_use_count, tensor_use_counts
+from infinity.torch_compat import (
+    graph_task,
+    has_storage,
+    in_backward,
+    next_sequence_nr,
+    storage_id,
+    storage_use_count,
+    tensor_use_counts,
+)
 
 _MOST_COMPOSITIONS = 1000
 
@@ -51,7 +59,7 @@ class _Moment:
 
     uses: int
     collections: int
-    place: tuple[int, int]
+    place: tuple[int, int | None]
     sequence_nr: int
 
     def nodes_since(self) -> int | None:
@@ -112,21 +120,21 @@ class KeptGroups:
         For training see [Note: views in training].
         """
         uses, before = _uses(group), self._gathered_at[group.index]
-        in_backward = torch._C._current_graph_task_id() != -1
-        if not torch.is_grad_enabled() and not in_backward:
+        is_in_backward = in_backward()
+        if not torch.is_grad_enabled() and not is_in_backward:
             return uses > before.uses
         if uses <= self.views.own(group):
             return False
-        composition = (in_backward, before.uses, uses, before.nodes_since(), *tensor_use_counts(group.parameters))
+        composition = (is_in_backward, before.uses, uses, before.nodes_since(), *tensor_use_counts(group.parameters))
         known = self._in_graphs[_kind(group)]
         if composition not in known:
             self.searches += 1
             others = {id(own) for own in (group.flat, *group.parameters)}
             storage = group.flat.untyped_storage()._cdata
-            holder = holder_of(storage, before.collections, others, in_backward=in_backward)
+            holder = holder_of(storage, before.collections, others, in_backward=is_in_backward)
             if holder is Holder.CODE:
                 return True
-            if holder is Holder.NOBODY or in_backward:  # else see [Note: views in training]
+            if holder is Holder.NOBODY or is_in_backward:  # else see [Note: views in training]
                 if len(known) == _MOST_COMPOSITIONS:
                     known.clear()
                 known.add(composition)
@@ -174,7 +182,8 @@ class Views:
 
     def _group_of(self, tensor: torch.Tensor) -> FlatGroup | None:
         with torch._C.DisableTorchFunctionSubclass():  # the parameters themselves may be freed by now
-            return self._groups.get(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
+            storage = storage_id(tensor)
+            return None if storage is None else self._groups.get(storage)
 
     @contextmanager
     def guarded_graphs(self) -> Iterator[None]:
@@ -212,7 +221,7 @@ class Views:
 def _is_freed(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor has been given back: reading it would end the process."""
     with torch._C.DisableTorchFunctionSubclass():
-        has_memory = torch._C._has_storage(tensor) and tensor.numel() > 0
+        has_memory = has_storage(tensor) and tensor.numel() > 0
         return has_memory and tensor.untyped_storage().nbytes() == 0
 
 
@@ -220,8 +229,8 @@ def _uses(group: FlatGroup) -> int:
     return storage_use_count(group.flat.untyped_storage())
 
 
-def _place() -> tuple[int, int]:
-    return threading.get_ident(), torch._C._current_graph_task_id()
+def _place() -> tuple[int, int | None]:
+    return threading.get_ident(), graph_task()
 
 
 def _kind(group: FlatGroup) -> Hashable:

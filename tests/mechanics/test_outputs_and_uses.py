@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -305,6 +308,15 @@ OUTSIDE: dict[str, Callable[[nn.Module], object]] = {
     "item": lambda m: m.get_parameter("head.weight")[0, 0].item(),
     "deepcopy of a parameter": lambda m: copy.deepcopy(m.get_parameter("head.weight")),
     "from_dlpack": lambda m: torch.from_dlpack(m.get_parameter("head.weight")),
+    "asarray": lambda m: np.asarray(m.get_parameter("head.weight")),
+    "pickle": lambda m: pickle.dumps(m.get_parameter("head.weight")),
+    "torch.save": lambda m: torch.save(m.get_parameter("head.weight"), io.BytesIO()),
+    "copy": lambda m: copy.copy(m.get_parameter("head.weight")),
+    "data_ptr": lambda m: m.get_parameter("head.weight").data_ptr(),
+    "untyped_storage": lambda m: m.get_parameter("head.weight").untyped_storage(),
+    "share_memory_": lambda m: m.get_parameter("head.weight").share_memory_(),
+    "pin_memory": lambda m: m.get_parameter("head.weight").pin_memory(),
+    "view of another dtype": lambda m: m.get_parameter("head.weight").view(torch.int32),
     "print": lambda m: m.get_parameter("head.weight") + 0,
     "data": lambda m: m.get_parameter("head.weight").data.sum(),
 }
@@ -320,6 +332,18 @@ def test_refused_outside_a_forward(offload: MakeEngine, operation: str) -> None:
     train(model, optimizer, 0)
     with pytest.raises(infinity.NotGatheredError):
         OUTSIDE[operation](model)
+
+
+def test_memory_that_is_not_there_is_not_handed_out(offload: MakeEngine) -> None:
+    """`to_dlpack` asks no class; reading what it gave ended the process."""
+    model = build(Net)
+    offload(model)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(model.get_parameter("head.weight"))
+    with infinity.gathered(model):
+        head = model.get_parameter("head.weight").detach()
+        assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(head)), head)
+    train(model, infinity.AdamW(model.parameters()), 0)
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
