@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from infinity.bench.arguments import made_folder, result_file
 from infinity.bench.engines import BenchEngine
 from infinity.bench.fio import FioSetup
 from infinity.bench.fio_json import to_json
@@ -33,11 +33,11 @@ _LEAST_RATIO, _MOST_CPU_RATIO = 0.95, 1.5
 def main() -> int:
     """1 when a ratio to fio at its best misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=made_folder)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=1.5)
     parser.add_argument("--size", default="1GiB")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     arguments = parser.parse_args()
     console = make_console()
     reports: dict[str, Any] = {}

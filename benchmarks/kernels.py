@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from infinity.bench.arguments import result_file
 from infinity.bench.machine import describe_machine
 from infinity.config import Precision, StateFormat
 from infinity.optim.forms import SplitMaster
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--numel", type=int, default=1 << 24)
     parser.add_argument("--threads", default=",".join(map(str, sorted({1, usable_cores()}))))
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     options = parser.parse_args()
     found = {
         f"{count} threads": measure(options.rounds, options.numel, int(count)) for count in options.threads.split(",")

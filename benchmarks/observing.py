@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.bench.arguments import result_file
 from infinity.bench.machine import describe_machine
 from infinity.observe.exporters import JsonLines, MetricsLog
 from infinity.observe.stalls import StallCause, StallClock
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     given = parser.parse_args()
     counts, step_s, run = notes_per_step(given.preset, given.steps)
     per_note = unit_costs(given.rounds)

@@ -35,6 +35,7 @@ import torch
 
 import infinity
 from benchmarks.peer_model import PeerGpt, PeerShape, batches, first_values
+from infinity.bench.arguments import made_folder, result_file
 from infinity.bench.machine import describe_machine
 from infinity.devices.cpu import has_fast_bf16
 
@@ -226,7 +227,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", type=Path, help="the program that trains with DeepSpeed")
     parser.add_argument("--python", type=Path, help="the interpreter of DeepSpeed's virtual environment")
-    parser.add_argument("--directory", type=Path, help="where swap files go; default: a temporary folder")
+    parser.add_argument("--directory", type=made_folder, help="where swap files go; default: a temporary folder")
     parser.add_argument("--size", choices=SIZES, default="110m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
@@ -240,7 +241,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--port", type=int, default=29555, help="for DeepSpeed's process group")
     parser.add_argument("--ours", action="store_true", help="one run of infinity in this process")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     options = parser.parse_args(arguments)
     if options.compute == "auto":
         options.compute = "native" if has_fast_bf16() else "fp32"

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.bench.arguments import made_folder, result_file
 from infinity.bench.machine import describe_machine
 from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
@@ -145,8 +146,8 @@ def rows_of(shape: GptShape, rounds: dict[str, int], root: Path, steps: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", nargs="?", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("directory", nargs="?", type=made_folder)
+    parser.add_argument("--json", type=result_file)
     parser.add_argument("--steps", type=int, default=8, help="of a run on the drive as it is")
     parser.add_argument("--rounds", type=int, default=5, help="of runs on the drive as it is")
     parser.add_argument("--throttled-rounds", type=int, default=3, help="of runs on throttled drives, which vary less")
@@ -159,8 +160,6 @@ def main() -> None:
     torch.set_num_threads(1)
     started_s = time.perf_counter()
     rows: list[dict[str, Any]] = []
-    if options.directory is not None:
-        options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
         root = Path(name)
         for number in range(2):

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from infinity.bench.arguments import made_folder, result_file
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.backends.throttled import Throttle, ThrottledBackend
@@ -182,9 +183,9 @@ def measure_stall(folder: Path, pool: HostPool) -> dict[str, object]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=made_folder)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     chosen = parser.parse_args(arguments)
     machine = describe_machine(chosen.directory)
     pool = HostPool(2 * _IN_FLIGHT * _KEY_NBYTES)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.bench.arguments import made_folder, result_file
 from infinity.bench.machine import describe_machine
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.models.gpt import Gpt, GptShape, init_weights
@@ -126,9 +127,9 @@ def main() -> None:
     parser.add_argument("--schedule", default="overlapped")
     parser.add_argument("--device-budget", default="512MiB")
     parser.add_argument("--host-budget", default="1GiB")
-    parser.add_argument("--directory", type=Path, help="where swap files go; default: a temporary folder")
-    parser.add_argument("--save-to", type=Path, help="where checkpoints go; default: beside the swap files")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--directory", type=made_folder, help="where swap files go; default: a temporary folder")
+    parser.add_argument("--save-to", type=made_folder, help="where checkpoints go; default: beside the swap files")
+    parser.add_argument("--json", type=result_file)
     options = parser.parse_args()
     units = {"K": 1e3, "M": 1e6, "B": 1e9}
     options.numel = float(options.parameters[:-1]) * units[options.parameters[-1]]

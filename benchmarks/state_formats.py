@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import infinity
+from infinity.bench.arguments import result_file
 from infinity.bench.machine import describe_machine
 from infinity.data.batches import Batches
 from infinity.data.text import shipped_text
@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     options = parser.parse_args()
     found = compare(options.steps, options.lr)
     report = {"machine": describe_machine(), "steps": options.steps, "lr": options.lr, "found": found}

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 import infinity
+from infinity.bench.arguments import made_folder, result_file
 from infinity.bench.machine import describe_machine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.replacing import replaced_file
@@ -190,7 +191,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(_MEASURED))
-    parser.add_argument("--directory", type=Path, help="where swap files go; default: a temporary folder")
+    parser.add_argument("--directory", type=made_folder, help="where swap files go; default: a temporary folder")
     parser.add_argument("--rounds", type=int, help="default: 3, growth 2")
     parser.add_argument("--steps", type=int, default=6, help="of one run; the first two do not count")
     parser.add_argument("--precision", default="bf16")
@@ -203,7 +204,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host-budget", default="192MiB", help="growth, drives")
     parser.add_argument("--read-mb", type=float, default=200, help="drives: MB/s of one drive")
     parser.add_argument("--write-mb", type=float, default=130, help="drives: MB/s of one drive")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (2 if options.what == "growth" else 3)
     return options

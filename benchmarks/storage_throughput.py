@@ -29,6 +29,7 @@ from pathlib import Path
 
 import xxhash
 
+from infinity.bench.arguments import made_folder, result_file
 from storage.align import split_blocks
 from storage.checksums import BLOCK_NBYTES, Checksum
 from storage.drives import DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS
@@ -244,14 +245,14 @@ def _size(text: str) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=made_folder)
     parser.add_argument("--file", type=_size, default=1 << 30, help="bytes of each side's file, in shards of 32 MiB")
     parser.add_argument("--block", type=_size, default=DEFAULT_BLOCK_NBYTES)
     parser.add_argument("--threads", type=int, default=DEFAULT_THREADS)
     parser.add_argument("--sweep", action="store_true", help="several block sizes and depths")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45.0, help="no round starts later than this")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=result_file)
     chosen = parser.parse_args(arguments)
     if chosen.file <= 0 or chosen.file % _SHARD_NBYTES or _SHARD_NBYTES % chosen.block:
         parser.error("--file must be a multiple of 32M, and --block a divisor of it")

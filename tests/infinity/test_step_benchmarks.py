@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+import benchmarks.step_time
 from benchmarks.peer_deepspeed import SIZES, differences, ratios
 from benchmarks.peer_deepspeed import cases as sides_of
 from benchmarks.peer_deepspeed import parse as parse_peer
@@ -102,3 +104,26 @@ def test_all_formats_of_moments_are_compared(tmp_path: Path) -> None:
     options = parse_peer(["--driver", "train.py", "--python", "python", "--directory", str(tmp_path)])
     found = list(sides_of(options, SIZES["tiny"], tmp_path))
     assert found[:3] == ["infinity", "infinity bf16 moments", "infinity int8 moments"]
+
+
+def test_folders_are_made_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, result = tmp_path / "new" / "swap", tmp_path / "results" / "found.json"
+    options = parse(["plain", "--directory", str(new), "--json", str(result)])
+    assert (options.directory, options.json) == (new, result)
+    assert new.is_dir() and result.parent.is_dir() and not result.exists()
+    (tmp_path / "file").write_text("")
+    for given, why in (
+        (("--directory", tmp_path / "file"), "File exists; give another folder"),
+        (("--directory", tmp_path / "file" / "swap"), "Not a directory; give another folder"),
+        (("--json", tmp_path), "this is a folder; give the name of a file"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(["plain", *map(str, given)])
+        assert f"{given[1]}: {'cannot be made: ' if 'another' in why else ''}{why}" in capsys.readouterr().err
+
+
+def test_every_benchmark_makes_its_folders() -> None:
+    scripts = [path.read_text() for path in Path(benchmarks.step_time.__file__).parent.glob("*.py")]
+    options = re.findall(r'add_argument\(\s*"(?:--)?(?:directory|save-to|json)".*?\)\n', "".join(scripts), re.DOTALL)
+    assert len(options) >= 15
+    assert [option for option in options if "type=made_folder" not in option and "type=result_file" not in option] == []
