@@ -27,6 +27,7 @@ from storage.drives import StorageOptions, WrapBackend
 from storage.durable import open_durable_drive, open_folder
 from storage.errors import IoTimeoutError, StorageError, WriteError
 from storage.filesystems import sync_data
+from storage.holds import Holds
 from storage.key_records import entries_of, record_of
 from storage.manifest import MANIFEST_FILE, Before, CommitPoint, KeyRecord, Manifest, used_spans
 from storage.ordering import Operation
@@ -45,7 +46,6 @@ class _Snapshot:
     notes: Mapping[str, bytes]
     records: Sequence[KeyRecord]
     removed: Sequence[str]
-    fresh: frozenset[tuple[int, int]]
     retired: Sequence[Extent]
     before: Before
 
@@ -76,6 +76,7 @@ class VersionedStore(ShardStore):
         self._volatile: set[str] = set()
         self._dtypes: dict[str, str] = {}
         self._kept: list[Extent] = []  # that only the generation before the last one refers to
+        self._unsynced = Holds()  # what commits refer to and the drives have not been seen to keep yet
         self._gate = threading.RLock()  # keys are made, deleted and committed one at a time
 
     @classmethod
@@ -304,7 +305,7 @@ class VersionedStore(ShardStore):
             self._space.go_back([piece for record in records for piece in record.pieces], volatile)
             self._keys |= restored
             self._dtypes = {record.key: record.dtype for record in records}
-            self._changed, self._kept = set(), []
+            self._changed, self._kept, self._unsynced = set(), [], Holds()
 
     def _snapshot(self, step: int, notes: Mapping[str, bytes], before: Before) -> _Snapshot:
         """Note what is to be committed; from now on nobody overwrites it. Called under the lock; no write is in flight.
@@ -327,14 +328,16 @@ class VersionedStore(ShardStore):
             if key in self._keys
         ]
         removed = [key for key in changed if key not in self._keys]
-        sealed, retired = self._space.seal([piece for key in self._volatile for piece in self._keys[key].pieces])
-        return _Snapshot(step, notes, records, removed, sealed, retired, before)
+        kept = [piece for key, entry in self._keys.items() if key not in self._volatile for piece in entry.pieces]
+        self._unsynced.hold([piece.extent for piece in kept if self._space.is_fresh(piece)])
+        retired = self._space.seal([piece for key in self._volatile for piece in self._keys[key].pieces])
+        return _Snapshot(step, notes, records, removed, retired, before)
 
     def _commit(self, snapshot: _Snapshot) -> None:
         """Make a snapshot the last generation; if that fails, what it refers to is kept for the next commit."""
         try:
             self._on_commit_point("start")
-            self._sync(snapshot)
+            self._sync()
             self._manifest.commit(
                 snapshot.step,
                 snapshot.records,
@@ -357,7 +360,7 @@ class VersionedStore(ShardStore):
                 self._kept += snapshot.retired
         self._on_commit_point("freed")
 
-    def _sync(self, snapshot: _Snapshot) -> None:
+    def _sync(self) -> None:
         for drive in self._drives:
             try:
                 sync_data(drive.file.fd)
@@ -369,16 +372,20 @@ class VersionedStore(ShardStore):
                     path=str(drive.file.path),
                     errno=error.errno,
                 )
-                self._lose(snapshot.fresh, failure)
+                self._lose(failure)
                 raise failure from error
             self._on_commit_point(f"synced {drive.file.path.name}")
-
-    def _lose(self, extents: frozenset[tuple[int, int]], error: WriteError) -> None:
         with self._lock:
-            for entry in self._keys.values():
-                for piece in entry.pieces:
-                    if (piece.extent.drive, piece.extent.offset) in extents:
+            self._unsynced = Holds()
+
+    def _lose(self, error: WriteError) -> None:
+        """Nobody knows what is left of what was written since the last commit, also of what was while this one ran."""
+        with self._lock:
+            for key, entry in self._keys.items():
+                for piece in entry.pieces if key not in self._volatile else ():
+                    if self._space.is_fresh(piece) or self._unsynced.covers(piece.extent):
                         entry.order.note_write(piece.start, piece.stop, error)
+            self._unsynced = Holds()
 
     def _plan(self, entry: StoredKey, operation: Operation) -> None:
         super()._plan(entry, operation)

@@ -37,16 +37,15 @@ class VersionedSpace(Space):
         """Whether no generation refers to a piece."""
         return (piece.extent.drive, piece.extent.offset) in self._fresh
 
-    def seal(self, volatile: Sequence[Piece]) -> tuple[frozenset[tuple[int, int]], list[Extent]]:
+    def seal(self, volatile: Sequence[Piece]) -> list[Extent]:
         """A commit begins: from now on every extent in use but those of `volatile` may be referred to by a generation.
 
         Returns:
-            The extents that were fresh, as (drive, offset), and those that its success gives back.
+            The extents that its success gives back.
         """
-        kept = self._fresh & {(piece.extent.drive, piece.extent.offset) for piece in volatile}
-        sealed, self._fresh = frozenset(self._fresh - kept), kept
+        self._fresh &= {(piece.extent.drive, piece.extent.offset) for piece in volatile}
         retired, self.retired = self.retired, []
-        return sealed, retired
+        return retired
 
     def free_retired(self, extents: Sequence[Extent]) -> None:
         """The generation that they belonged to is over."""

@@ -220,6 +220,74 @@ def test_a_drive_that_does_not_keep_what_was_written(
     again.close()
 
 
+def test_a_drive_that_loses_what_is_being_written_around(
+    tmp_path: Path, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a write during the commit leaves of a piece is lost too, and so is what that write gave."""
+    is_meanwhile = False
+
+    def on_point(name: str) -> None:
+        if is_meanwhile and name == "start":
+            put(store, pool, "a", 3, 2, first=3)
+
+    store = open_versioned(tmp_path, on_commit_point=on_point)
+    store.create("a", 8 * PAGE)
+    store.create("volatile", PAGE, is_volatile=True)
+    put(store, pool, "a", 1, 8)
+    kept = put(store, pool, "volatile", 5, 1)
+    store.commit(1)
+    put(store, pool, "a", 2, 8)
+
+    def fail(fd: int) -> None:
+        raise OSError(5, "EIO")
+
+    is_meanwhile = True
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", fail)
+        with pytest.raises(WriteError, match="could not be made durable"):
+            store.commit(2)
+    is_meanwhile = False
+    for page in range(8):
+        with pool.lease(PAGE, "a") as lease:
+            ticket = store.submit_read("a", lease.memory, offset=page * PAGE, tag=TAG)
+            assert isinstance(failure(ticket), WriteError)
+    for first, pages in ((0, 3), (5, 3), (3, 1)):
+        put(store, pool, "a", 4, pages, first=first)
+        with pytest.raises(StorageError, match="cannot be committed"):
+            store.commit(2)
+    put(store, pool, "a", 4, 1, first=4)
+    assert get(store, pool, "volatile") == kept
+    store.commit(2)
+    check_extents(store)
+    store.close()
+
+
+def test_what_an_interrupted_commit_left_unsynced_is_lost_with_the_next_one(
+    store: VersionedStore, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create("a", PAGE)
+    put(store, pool, "a", 1, 1)
+
+    def interrupt(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    def fail(fd: int) -> None:
+        raise OSError(5, "EIO")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.commit(1)
+        patched.setattr(os, "fdatasync", fail)
+        with pytest.raises(WriteError, match="could not be made durable"):
+            store.commit(1)
+    with pytest.raises(StorageError, match="cannot be committed"):
+        store.commit(1)
+    new = put(store, pool, "a", 2, 1)
+    store.commit(1)
+    assert get(store, pool, "a") == new
+
+
 def test_a_commit_that_the_manifest_refuses(tmp_path: Path, pool: HostPool) -> None:
     is_full = True
 
