@@ -32,7 +32,7 @@ from infinity.microbatches import MicroBatches, UnitSlices, sliced_units
 from infinity.released import refuse_copy
 from infinity.runs import Run
 from infinity.territory import Territory
-from infinity.torch_compat import CheckpointRun, graph_task, node_sequence_nr, transforms, unbatched
+from infinity.torch_compat import CheckpointRun, graph_task, node_sequence_nr, transforms, unbatched, uncompiled
 
 
 class UnitEvents(Protocol):
@@ -97,7 +97,7 @@ class _Uncopied:
         Args:
             method: of the class, to be called for this object.
         """
-        return MethodType(torch.compiler.disable(method), self)  # type: ignore[no-untyped-call]
+        return MethodType(uncompiled(method), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse_copy("a module of an offloaded model")
@@ -273,7 +273,7 @@ def _copy_into_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix:
 
 def _watch_gradients(unit: Unit, events: UnitEvents) -> list[RemovableHandle]:
     """Parameters that are always there have no run that a backward begins with: it is noticed by what it gives them."""
-    arrived = torch.compiler.disable(lambda parameter: events.join_backward())  # type: ignore[no-untyped-call]
+    arrived = uncompiled(lambda parameter: events.join_backward())
     register = nn.Parameter.register_post_accumulate_grad_hook  # torch's own, not that of an offloaded parameter
     return [
         register(parameter, arrived)  # type: ignore[no-untyped-call]

@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial, wraps
 from inspect import signature
-from typing import Any
+from types import CodeType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,49 @@ from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.utils import checkpoint
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_COMPILER = "torch._dynamo"  # 70 MB, and a second to load: only who compiles needs it
+
+
+def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The same function, which torch.compile calls instead of tracing it.
+
+    As `torch.compiler.disable`, but it does not load the compiler, which has to be there before it can trace anything.
+    """
+
+    @torch._disable_dynamo  # loads the compiler when it is called
+    def disabled(*args: _P.args, **kwargs: _P.kwargs) -> _T:  # a method could not hold what torch notes in it
+        return function(*args, **kwargs)
+
+    @wraps(function)
+    def around(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if torch.compiler.is_compiling() or _COMPILER in sys.modules:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    _never_compile(around.__code__)
+    return around
+
+
+def _never_compile(code: CodeType) -> None:
+    """Where code calls this one it is run, and not taken for the beginning of something to compile."""
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "skip_code"):  # of older versions
+        frames.skip_code(code)
+    else:
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+def without_compiler(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A bound method of torch that may load the compiler, only to keep it out, as one that does not.
+
+    Where the compiler is loaded already it is the method itself.
+    """
+    plain = getattr(method, "__wrapped__", None)
+    return method if plain is None or _COMPILER in sys.modules else partial(plain, method.__self__)  # type: ignore[attr-defined]
 
 
 def fused_adamw_(*operands: Sequence[Tensor], maximize: bool, **settings: float) -> None:
@@ -34,9 +78,7 @@ def fused_adam_(*operands: Sequence[Tensor], maximize: bool, **settings: float) 
     _fused(torch._fused_adam_, operands, {"maximize": maximize, **settings})
 
 
-def _fused(
-    kernel: Callable[..., None], operands: Sequence[Sequence[Tensor]], settings: Mapping[str, float]
-) -> None:
+def _fused(kernel: Callable[..., None], operands: Sequence[Sequence[Tensor]], settings: Mapping[str, float]) -> None:
     *tensors, steps = map(list, operands)
     kernel(*tensors, [], steps, amsgrad=False, grad_scale=None, found_inf=None, **settings)
 

@@ -204,6 +204,26 @@ def test_every_public_name_comes_without_what_only_some_runs_need() -> None:
     assert [name for name in late if name not in loaded_by("import torch", *LATE)] == []
 
 
+TRAINS = """
+import tempfile, torch, infinity
+with infinity.empty_init():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+with tempfile.TemporaryDirectory() as folder:
+    sizes = {"device": {"kind": "cpu", "budget": "1MiB"}, "host": {"budget": "4MiB"}}
+    with infinity.offload(model, infinity.Config(precision="fp32", nvme={"paths": [folder]}, **sizes)):
+        optimizer = infinity.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+"""
+
+
+def test_training_comes_without_the_compiler() -> None:
+    assert loaded_by(TRAINS, "torch._dynamo", "sympy") == []
+
+
 def loaded_by(program: str, *packages: str) -> list[str]:
     """Which of the packages a fresh interpreter has loaded after a program."""
     report = f"import sys; print(*[name for name in {packages!r} if name in sys.modules])"

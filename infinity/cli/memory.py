@@ -1,8 +1,8 @@
 """Host memory of this process: what it held, and what it should need at most.
 
 [Note: the bound of host memory]
-    interpreter_bytes     resident before the engine is made: Python, the libraries, the text, and what one step
-                          of a small model leaves behind
+    interpreter_bytes     resident before the engine is made: Python, the libraries, the text, and what forward
+                          and backward of a small model leave behind
     activation_bytes      `activation_nbytes`, a formula
     device_budget_bytes   parameters and gradients present for compute; 0 where they lie in a GPU's own memory
     host_budget_bytes     everything else of the state that is in memory
@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -84,7 +85,7 @@ def map_large_blocks() -> None:
 
 
 def warm_up(training: Training, precision: Precision, state_format: StateFormat) -> None:
-    """One step of a small model and one optimizer kernel.
+    """Forward and backward of a small model, and one optimizer kernel.
 
     Afterwards is there what libraries load when they are first used and keep for themselves.
     """
@@ -92,7 +93,7 @@ def warm_up(training: Training, precision: Precision, state_format: StateFormat)
     is_small = real.hidden <= _SMALL_HIDDEN
     hidden, heads = (real.hidden, real.heads) if is_small else (_SMALL_HIDDEN, _SMALL_HIDDEN // _HEAD)
     small = GptShape(layers=2, hidden=hidden, heads=heads, seq=real.seq)
-    _one_step(small, training.batch, _compute_dtype(training, precision))
+    _forward_and_backward(replace(training, shape=small), _compute_dtype(training, precision))
     threads = KernelThreads(None)
     try:
         kernel_for(precision, threads, state_format=state_format).warm_up()
@@ -100,13 +101,11 @@ def warm_up(training: Training, precision: Precision, state_format: StateFormat)
         threads.close()
 
 
-def _one_step(shape: GptShape, batch: int, dtype: torch.dtype) -> None:
-    model = build_plain(shape, recompute=True, seed=0).to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    tokens = torch.zeros(batch, shape.seq, dtype=torch.int64)
+def _forward_and_backward(training: Training, dtype: torch.dtype) -> None:
+    # No optimizer of torch: it would load torch's compiler, 70 MB that a run through an engine does without.
+    model = build_plain(training.shape, recompute=training.recompute, seed=0).to(dtype)
+    tokens = torch.zeros(training.batch, training.shape.seq, dtype=torch.int64)
     torch.autograd.backward(model(tokens, tokens))
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _compute_dtype(training: Training, precision: Precision) -> torch.dtype:

@@ -24,6 +24,7 @@ from infinity.optim.hyper import Hyper
 from infinity.optim.kernels import ALGORITHMS
 from infinity.optim.torch_state import SlotOwner, states_of, torch_state
 from infinity.released import ParameterRef, ref_of
+from infinity.torch_compat import without_compiler
 from storage.closing import Closing
 from storage.forks import in_this_process
 
@@ -96,7 +97,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Parameters that the model got after it was offloaded are adopted; see `Engine.adopt`."""
-        super().add_param_group(param_group)
+        without_compiler(super().add_param_group)(param_group)
         try:
             self._place(self.param_groups[-1])
         except BaseException:
@@ -180,7 +181,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
                 found = states.get(place)
                 if found is not None:
                     self.state[parameter] = self._wrapped(parameter, torch_state(self.kind, found))
-            return super().state_dict()
+            return without_compiler(super().state_dict)()
         finally:
             self._show_steps()
 
@@ -255,7 +256,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
         """The settings of the parameter groups alone."""
         slots = self._slots_by_group()
         # torch would keep the moments in memory, converted to the dtype in which the parameters compute.
-        super().load_state_dict({**state_dict, "state": {}})
+        without_compiler(super().load_state_dict)({**state_dict, "state": {}})
         for param_group, mine in zip(self.param_groups, slots, strict=True):
             for name, value in self.defaults.items():
                 param_group.setdefault(name, value)
@@ -324,7 +325,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, Closing):
         if self._engine is not None:
             self._engine.discard_gradients()
         elif self._tier is not None:
-            super().zero_grad(set_to_none)
+            without_compiler(super().zero_grad)(set_to_none)
             self._tier.read_ahead()
 
     def close(self) -> None:

@@ -30,7 +30,12 @@ from infinity.errors import UnsupportedModelError
 from infinity.recording.generators import Generators
 from infinity.recording.lowering import changes_secretly, fill_of, fills, is_empty, new_results, overwrites
 from infinity.recording.origins import is_recording, noting_versions, origin_of, recording_here, set_origin
+<<<<<<< HEAD
 from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, digest_of, region_of
+=======
+from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, region_of
+from infinity.torch_compat import uncompiled
+>>>>>>> 07ba914 (Training loads no compiler of torch: 70 MB of the process and a second of its start)
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -69,6 +74,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._foreign: dict[int, tuple[torch.UntypedStorage, Block]] = {}
         self._is_noting = False  # what the recorder does itself is not recorded
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would load the compiler; `uncompiled` does not
+
+    @uncompiled
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
