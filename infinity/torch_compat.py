@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache, partial, wraps
+from functools import cache, partial, update_wrapper
 from inspect import signature
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
@@ -30,18 +30,17 @@ def uncompiled(function: Callable[_P, _T]) -> Callable[_P, _T]:
     As `torch.compiler.disable`, but it does not load the compiler, which has to be there before it can trace anything.
     """
 
-    @torch._disable_dynamo  # loads the compiler when it is called
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # loads the compiler when it is called
     def disabled(*args: _P.args, **kwargs: _P.kwargs) -> _T:  # a method could not hold what torch notes in it
         return function(*args, **kwargs)
 
-    @wraps(function)
     def around(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if torch.compiler.is_compiling() or _COMPILER in sys.modules:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
     _never_compile(around.__code__)
-    return around
+    return update_wrapper(around, function)
 
 
 def _never_compile(code: CodeType) -> None:

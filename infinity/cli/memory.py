@@ -29,7 +29,7 @@ import torch
 from infinity.cli.settings import Training
 from infinity.config import Precision, StateFormat
 from infinity.devices.cpu import has_fast_bf16
-from infinity.models.gpt import VOCABULARY, GptShape, build_plain
+from infinity.models.gpt import VOCABULARY, Gpt, GptShape
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
 
@@ -102,8 +102,8 @@ def warm_up(training: Training, precision: Precision, state_format: StateFormat)
 
 
 def _forward_and_backward(training: Training, dtype: torch.dtype) -> None:
-    # No optimizer of torch: it would load torch's compiler, 70 MB that a run through an engine does without.
-    model = build_plain(training.shape, recompute=training.recompute, seed=0).to(dtype)
+    # Neither an optimizer of torch nor anything drawn on "meta": they load torch's compiler, 70 MB.
+    model = Gpt(training.shape, recompute=training.recompute).to(dtype)
     tokens = torch.zeros(training.batch, training.shape.seq, dtype=torch.int64)
     torch.autograd.backward(model(tokens, tokens))
 

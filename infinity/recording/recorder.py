@@ -30,12 +30,8 @@ from infinity.errors import UnsupportedModelError
 from infinity.recording.generators import Generators
 from infinity.recording.lowering import changes_secretly, fill_of, fills, is_empty, new_results, overwrites
 from infinity.recording.origins import is_recording, noting_versions, origin_of, recording_here, set_origin
-<<<<<<< HEAD
 from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, digest_of, region_of
-=======
-from infinity.recording.tape import Block, Constant, Operation, Origin, Region, Tape, region_of
 from infinity.torch_compat import uncompiled
->>>>>>> 07ba914 (Training loads no compiler of torch: 70 MB of the process and a second of its start)
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
