@@ -30,7 +30,6 @@ from infinity.optim.view import OptimizerView
 from infinity.rank_gradients import RankGradientSink
 from infinity.runtime import Runtime
 from infinity.waiting_gradients import WaitingGradients
-from storage.types import Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +182,7 @@ class Updates:
             self._runtime.sink.check_writes()
         groups = self._runtime.sink.pending()  # under `overlapped`, what not every rank had in its backward
         hypers = self._prepare(groups)
-        with self.consistency.applying():
+        with self._applying():
             self._apply(self._make_updates(groups, hypers))
             self._submitted.clear()
             self.gradients.used()
@@ -350,8 +349,19 @@ class Updates:
     def _submit(self, groups: Sequence[FlatGroup]) -> None:
         """Start the updates of groups, whose gradients are final."""
         hypers = self._prepare(groups)
-        with self.consistency.applying():
+        with self._applying():
             self._runtime.io.post(self._runtime.pipeline.submit, self._make_updates(groups, hypers))
+
+    @contextmanager
+    def _applying(self) -> Iterator[None]:
+        """Updates are made and handed over in this block; those that are not handed over fail with what ends it."""
+        runtime = self._runtime
+        with self.consistency.applying():
+            try:
+                yield
+            except BaseException as error:  # Ctrl-C, wherever it comes: who goes back waits for all that are in flight
+                runtime.io.post(runtime.pipeline.give_up, list(runtime.in_flight), error)
+                raise
 
     def _prepare(self, groups: Sequence[FlatGroup]) -> list[Sequence[Hyper | None]]:
         """The settings of updates that are about to be made. What can be refused is refused here: nothing has changed.
@@ -375,26 +385,15 @@ class Updates:
         runtime.in_flight[:] = [u for u in runtime.in_flight if not u.written.done or u.written.exception is not None]
         updates = []
         for group, hypers in zip(groups, settings, strict=True):
+            factors = self.gradients.factors_of(group)
             gradient = runtime.sink.take(group)
-            state = runtime.states[group.index]
             if not any(hyper is not None for hyper in hypers):
                 gradient.release()
                 continue
-            for slot, hyper in enumerate(hypers):
-                state.steps[slot] += hyper is not None
-            update = GroupUpdate(
-                state=state,
-                copy=runtime.copies[group.index],
-                gradient=gradient,
-                hypers=hypers,
-                steps=tuple(state.steps),
-                grad_scales=self.gradients.factors_of(group),
-                step=runtime.step,
-                computed=Ticket(f"update of {group.key}"),
-                written=Ticket(f"write-back of {group.key}"),
-            )
+            state, copy = runtime.states[group.index], runtime.copies[group.index]
+            update = GroupUpdate.make(state, copy, gradient, hypers, factors, runtime.step)
+            runtime.in_flight.append(update)  # at once: from now on somebody waits for it, or gives it up
             update.copy.update = self._exchange.expect(update) if self._exchange is not None else update.computed
             self._submitted[group.index] = hypers
             updates.append(update)
-        runtime.in_flight.extend(updates)
         return updates

@@ -35,6 +35,7 @@ class GroupUpdate:
         computed: completes when the new values are final in memory.
         written: completes when the swap file holds them.
         is_forced: it was deferred and ran before a forward used the group; the read of the shard belongs to no step.
+        is_taken: the pipeline knows of it, and will complete its tickets.
     """
 
     state: GroupState
@@ -47,6 +48,32 @@ class GroupUpdate:
     computed: Ticket
     written: Ticket
     is_forced: bool = False
+    is_taken: bool = False
+
+    @classmethod
+    def make(
+        cls,
+        state: GroupState,
+        copy: HostCopy,
+        gradient: GroupGradient,
+        hypers: Sequence[Hyper | None],
+        grad_scales: Sequence[torch.Tensor | None],
+        step: int,
+    ) -> GroupUpdate:
+        """The next update of a group, which counts from now on."""
+        for slot, hyper in enumerate(hypers):
+            state.steps[slot] += hyper is not None
+        return cls(
+            state=state,
+            copy=copy,
+            gradient=gradient,
+            hypers=hypers,
+            steps=tuple(state.steps),
+            grad_scales=grad_scales,
+            step=step,
+            computed=Ticket(f"update of {state.group.key}"),
+            written=Ticket(f"write-back of {state.group.key}"),
+        )
 
     def pieces(self, record: Record) -> list[ScaledPieces]:
         """What the kernel works on in one chunk; empty when no slot of it is updated."""

@@ -87,6 +87,7 @@ class UpdatePipeline:
     def submit(self, updates: Sequence[GroupUpdate]) -> None:
         """Start updates (a message from the training thread). Their tickets tell how they end."""
         for update in updates:
+            update.is_taken = True
             task = asyncio.get_running_loop().create_task(self._run(update))
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, update))
@@ -94,7 +95,14 @@ class UpdatePipeline:
     def defer(self, updates: Sequence[GroupUpdate]) -> None:
         """Let updates wait until their groups are used (a message from the training thread)."""
         for update in updates:
+            update.is_taken = True
             self._read_ahead.defer(update.state.group.index, _Deferred(self, update))
+
+    def give_up(self, updates: Sequence[GroupUpdate], error: BaseException) -> None:
+        """The training thread was interrupted (a message): those of these updates fail that never came here."""
+        for update in updates:
+            if not update.is_taken:
+                self.fail(update, error)
 
     def _ended(self, update: GroupUpdate, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -239,7 +247,7 @@ class UpdatePipeline:
 
     def _wait_gradient(self, update: GroupUpdate) -> None:
         for fence in update.gradient.fences:
-            self._link.wait(fence, f"the copy of the gradient of {update.state.group.key} from the device")
+            self._link.wait(fence, _copy_of_gradient(update))
 
     def _write(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> Ticket:
         store, chunk, group = self._store, record.chunk, update.state.group
@@ -298,11 +306,30 @@ class UpdatePipeline:
         if update.copy.state in (CopyState.UPDATING, CopyState.WRITING):
             update.copy.fail()
         update.copy.lost_update = error
-        update.gradient.release()
+        self._let_go(update)
         update.computed.set_exception(error)
         update.written.set_exception(error)
         self._on_failure(error)
         self._read_ahead.updated(update.copy)
+
+    def _let_go(self, update: GroupUpdate) -> None:
+        """Give the memory of a gradient back that no kernel has waited for: its copies may be under way."""
+        if all(fence.done for fence in update.gradient.fences):
+            update.gradient.release()
+            return
+        task = asyncio.get_running_loop().create_task(self._release_arrived(update))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release_arrived(self, update: GroupUpdate) -> None:
+        for fence in update.gradient.fences:
+            try:
+                await self._link.until_over(fence, _copy_of_gradient(update))
+            except Exception as error:
+                self._on_failure(error)
+                if not fence.done:  # it may still write there
+                    return
+        update.gradient.release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +345,10 @@ class _Deferred:
 
     def fail(self, error: BaseException) -> None:
         self.pipeline.fail(self.update, error)
+
+
+def _copy_of_gradient(update: GroupUpdate) -> str:
+    return f"the copy of the gradient of {update.state.group.key} from the device"
 
 
 def _is_small(group: FlatGroup) -> bool:

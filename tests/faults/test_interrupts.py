@@ -15,6 +15,8 @@ from torch import nn
 
 import infinity
 from infinity.ending import end_executor
+from infinity.gradients import GroupGradient, gradient_key
+from infinity.groups import FlatGroup
 from infinity.torch_compat import CheckpointRun
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.pool import map_private
@@ -231,6 +233,94 @@ def test_a_step_that_was_interrupted_while_it_took_gradients_is_lost(
         for number in (2, 3):
             optimizer.zero_grad()
             train(model, optimizer, number)
+
+
+def _interrupt_step(
+    monkeypatch: pytest.MonkeyPatch,
+    trained: tuple[nn.Module, infinity.Engine, infinity.AdamW],
+    message: Callable[..., None],
+) -> None:
+    """Ctrl-C where the training thread is about to send a message."""
+    model, engine, optimizer = trained
+    io = engine._runtime.io
+    post, interrupt = io.post, _Once(io.post)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(io, "post", lambda does, *args: (interrupt if does == message else post)(does, *args))
+        loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "way"),
+    [
+        *((s, "load") for s in ("synchronous", "deferred", "overlapped")),
+        ("synchronous", "restore"),
+        ("overlapped", "restore"),
+    ],
+)
+def test_updates_that_were_not_handed_over_hold_up_nobody_who_goes_back(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, schedule: str, way: str
+) -> None:
+    """Nobody would end them, and going back waits for all updates that are in flight."""
+    more: dict[str, Any] = {"durability": "step"} if way == "restore" else {}
+    model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 1.0}, **more)
+    train(model, optimizer, 0)
+    if way == "load":
+        engine.save(tmp_path / "saved")
+    else:
+        engine.note({})
+    pipeline = engine._runtime.pipeline
+    message: Callable[..., None] = pipeline.defer if schedule == "deferred" else pipeline.submit
+    _interrupt_step(monkeypatch, (model, engine, optimizer), message)
+    if way == "load":
+        engine.load(tmp_path / "saved", optimizer=optimizer)
+    else:
+        engine.restore(optimizer=optimizer)
+    for number in (1, 2):
+        train(model, optimizer, number)
+    engine.metrics()
+    assert not engine._runtime.budgets["gradients"].holders()
+    nothing_gathered(engine)
+
+
+class _Slow:
+    """A copy from the device that is under way."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.done:
+            raise TimeoutError
+
+
+def test_the_memory_of_a_lost_gradient_stays_until_its_copy_is_over(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be given to somebody else, and the device would still write there."""
+    model = build(Net)
+    engine = offload(model, schedule="synchronous", host={"budget": "8MiB"})
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 0)
+    runtime, copying = engine._runtime, _Slow()
+    really_take = runtime.sink.take
+
+    def take(group: FlatGroup) -> GroupGradient:
+        gradient = really_take(group)
+        if group.index == 0:
+            gradient.fences.append(copying)
+        return gradient
+
+    monkeypatch.setattr(runtime.sink, "take", take)
+    _interrupt_step(monkeypatch, (model, engine, optimizer), runtime.pipeline.submit)
+    for update in runtime.in_flight:
+        assert update.written.wait(_DEADLINE_S)
+    held = [owner for owner in runtime.pool.holders() if owner.endswith("/grad")]
+    assert held == [gradient_key(runtime.groups[0])]
+    copying.done = True
+    ended = runtime.io.submit(runtime.pipeline.drain(), "the end of the copy")
+    assert ended.wait(_DEADLINE_S)
+    assert not [owner for owner in runtime.pool.holders() if owner.endswith("/grad")]
 
 
 def test_a_step_that_was_interrupted_before_the_device_has_its_values_is_lost(
