@@ -4,9 +4,12 @@
 
 A GPT of the given size trains with everything in swap files but what the host budget keeps. After some steps a
 checkpoint is asked for and training goes on. Told are: how long `save` took, and what of that was waiting for the
-writes of the step before it (which a step would wait for later, or not at all); how long steps took before and while it
-was written; when it was complete; how the bytes were copied. Then the same with `wait=True`. Both checkpoints are
-verified.
+writes of the step before it (which a step would wait for later, or not at all); how long steps took before and after
+it, until the checkpoint was complete and steps were usual again; when it was complete; how the bytes were copied. Then
+the same with `wait=True`. Both checkpoints are verified.
+
+`lost_s` is what the checkpoint cost training altogether: the call, and what the steps after it took beyond the usual
+one (the median of those before).
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ from infinity.bench.machine import describe_machine
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from storage.filesystems import find_file_system
+
+_USUAL = 1.05  # of the longest step before: such a step is usual again
+_USUAL_STEPS = 3
+_MOST_STEPS = 30
 
 
 def shape_for(parameters: float, hidden: int, seq: int) -> GptShape:
@@ -73,23 +80,34 @@ class Training:
 
 
 def behind(run: Training, path: Path, steps: int) -> dict[str, Any]:
-    """Steps, a save behind training, and steps until it is complete."""
+    """Steps, a save behind training, and steps until it is complete and some in a row have been usual again."""
     quiet = [run.step() for _ in range(steps)]
+    usual_s, longest_s = statistics.median(quiet), max(quiet)
     asked_s = time.perf_counter()
     found: dict[str, Any] = run.save(path, wait=False)
     (save,) = run.engine._runtime.saver._saves or [None]
-    during = []
-    while save is not None and not save.ticket.done:
-        during.append(run.step())
+    after: list[float] = []
+    complete_after_s, writing = 0.0, 0
+    while len(after) < _MOST_STEPS:
+        is_over = save is None or save.ticket.done
+        if is_over and not complete_after_s:
+            complete_after_s, writing = time.perf_counter() - asked_s, len(after)
+        usual = [step_s <= _USUAL * longest_s for step_s in after[-_USUAL_STEPS:]]
+        if is_over and len(usual) == _USUAL_STEPS and all(usual):
+            break
+        after.append(run.step())
     run.engine.wait_saved()
     if save is not None:
         found["copied_bytes"] = {str(method): nbytes for method, nbytes in save.copier.nbytes.items()}
         found["preserved_bytes"] = save.preserved_nbytes
+        found["read_back_bytes"] = save.read_back_nbytes
     return found | {
-        "complete_after_s": time.perf_counter() - asked_s,
+        "complete_after_s": complete_after_s or time.perf_counter() - asked_s,
         "steps_before_s": quiet,
-        "steps_while_writing_s": during,
-        "step_before_s": statistics.median(quiet),
+        "steps_after_s": after,
+        "steps_while_writing": writing or len(after),
+        "step_before_s": usual_s,
+        "lost_s": found["call_s"] + sum(step_s - usual_s for step_s in after),
     }
 
 

@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.checksums import BlockState
+import xxhash
+
+from storage.checksums import BLOCK_NBYTES, BlockState, Span
 from storage.closing import Closing
 from storage.filesystems import is_written_in_place, stop_copying
 from storage.stripes import Piece, overlap
@@ -27,6 +29,7 @@ class HeldKey:
     Attributes:
         pieces: where its bytes lie.
         digests, states: the xxh3 of its blocks, by number, and what is known about each; empty without checksums.
+        spans: of blocks that were written in parts, by number.
     """
 
     key: str
@@ -34,6 +37,7 @@ class HeldKey:
     pieces: Sequence[Piece]
     digests: Sequence[int]
     states: bytes
+    spans: Mapping[int, Sequence[Span]]
 
     @classmethod
     def of(cls, key: str, entry: StoredKey) -> HeldKey:
@@ -48,13 +52,37 @@ class HeldKey:
         for _, _, cause in entry.order.lost:
             raise cause
         if entry.checksums is None:
-            return cls(key, entry.nbytes, entry.pieces, (), b"")
-        return cls(key, entry.nbytes, entry.pieces, entry.checksums.digests[:], bytes(entry.checksums.states))
+            return cls(key, entry.nbytes, entry.pieces, (), b"", {})
+        known = entry.checksums
+        spans = {number: tuple(block) for number, block in known.spans.items()}
+        return cls(key, entry.nbytes, entry.pieces, known.digests[:], bytes(known.states), spans)
 
     def digest_of(self, number: int) -> int | None:
         """The xxh3 of a block (`storage.checksums.BLOCK_NBYTES`); None if it was not written whole."""
         is_known = number < len(self.states) and self.states[number] == BlockState.WHOLE
         return self.digests[number] if is_known else None
+
+    def digest_of_bytes(self, start: int, stop: int) -> int | None:
+        """The xxh3 of bytes of the key if they are a block that was written whole, else None."""
+        number = start // BLOCK_NBYTES
+        is_block = start % BLOCK_NBYTES == 0 and stop == min(start + BLOCK_NBYTES, self.nbytes)
+        return self.digest_of(number) if is_block else None
+
+    def is_known_to_be_wrong(self, start: int, content: memoryview, digest: int) -> bool:
+        """Whether bytes from `start` on, inside one block, cannot be what was written, as far as that is known.
+
+        `digest` is their xxh3. Known are whole blocks, and spans of blocks that were written in parts; a part of one
+        says nothing.
+        """
+        number, stop = start // BLOCK_NBYTES, start + len(content)
+        if self.digest_of(number) is not None:
+            return self.digest_of_bytes(start, stop) not in (digest, None)
+        return any(
+            span.error is not None
+            or span.digest not in (None, xxhash.xxh3_64_intdigest(content[span.start - start : span.stop - start]))
+            for span in self.spans.get(number, ())
+            if start <= span.start and span.stop <= stop
+        )
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
         """Bytes `start` to `stop` of the key as (drive, offset in its file, start in the key, size)."""

@@ -159,9 +159,7 @@ def _offered(checkpoint: CheckpointReader) -> dict[str, _Offered]:
         one = _Offered(checkpoint.dtype(name), entry.shape, _reads(checkpoint, name, PARAMETER))
         found[name] = found[MODEL + name] = one
         for moment in entry.moments:
-            found[f"{STATE}{name}.{moment}"] = _Offered(
-                torch.float32, entry.shape, _reads(checkpoint, name, moment)
-            )
+            found[f"{STATE}{name}.{moment}"] = _Offered(torch.float32, entry.shape, _reads(checkpoint, name, moment))
         if entry.moments:
             found[f"{STATE}{name}.{_STEP}"] = _Offered(torch.float32, (), _gives(float(entry.step)))
     for alias, name in checkpoint.index.aliases.items():

@@ -27,7 +27,8 @@ from infinity.checkpoint.folder import before_of
 from infinity.errors import CheckpointError, CheckpointNotFoundError
 from storage.durable import DURABLE_PREFIX, durable_folder
 
-VERSION = 2
+VERSION = 3
+_READ_VERSIONS = (2, 3)  # 2 has no rows of joined tensors (see `block_rows`)
 INDEX_FILE = "checkpoint.json"
 BUFFERS_FILE = "buffers.safetensors"
 EXTRA_FILE = "extra.pt"
@@ -187,9 +188,10 @@ def read_index(folder: Path) -> Index:
         raise DamagedCheckpointError(
             f"{path} does not belong to a checkpoint of infinity; give the folder that save() made"
         )
-    if content.get("version") != VERSION:
+    if content.get("version") not in _READ_VERSIONS:
         raise DamagedCheckpointError(
-            f"{folder} is a checkpoint of version {content.get('version')!r}, this infinity reads version {VERSION}; "
+            f"{folder} is a checkpoint of version {content.get('version')!r}, this infinity reads version "
+            f"{' and '.join(map(str, _READ_VERSIONS))}; "
             f"use the infinity that wrote it ({_named(content.get('written_by'))})"
         )
     expected = content.pop("checksum", None)

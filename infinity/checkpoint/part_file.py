@@ -2,41 +2,45 @@
 
 The header is padded so that the first tensor starts at a multiple of 4096 bytes; shards are whole pages, so every one
 of them does, and a file system that shares blocks between files can share these. The last tensor, `digests` (U8), holds
-the xxh3 of every block of 256 KiB of every other tensor: 8 bytes each, little endian, tensor after tensor in the order
-of the header, blocks counted from each tensor's start.
+the xxh3 of every block of every other tensor (see `block_rows`): 8 bytes each, little endian, row after row in the
+order of the bytes.
+
+[Note: what is read back]
+Bytes that a file shares with a swap file cannot differ from it. Their digests are those that the store noted when they
+were written, and nothing is read: damage on the drive since then is found by whoever reads the block next, be it
+training or a reader of the checkpoint. Bytes that were copied are read back and compared with what the store knows;
+so are shared ones of blocks whose digest it does not know, because they were written in parts, or without checksums.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 import xxhash
 
-from infinity.checkpoint.format import FileEntry, checksum, damaged, unreadable
-from infinity.checkpoint.tensor_file import TensorFileReader, TensorSpan, bytes_of, lay_out, read_all
+from infinity.checkpoint.block_rows import BlockRow, Joined, count_blocks, rows_of, to_metadata
+from infinity.checkpoint.format import FileEntry, checksum
+from infinity.checkpoint.pace import Pace
+from infinity.checkpoint.tensor_file import lay_out, read_all
 from infinity.errors import CheckpointError
 from storage.align import PAGE_NBYTES
 from storage.checksums import BLOCK_NBYTES
-from storage.closing import Closing
-from storage.copying import RangeCopier, write_all
+from storage.copying import CopyMethod, RangeCopier, write_all
 from storage.errors import IntegrityError
 from storage.held import HeldKey, HeldKeys
 
 DIGESTS = "digests"
 _DIGEST_NBYTES = 8
-_CACHED_BLOCKS = 8
-
-
-def blocks_of(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_NBYTES)
+_COPY_NBYTES = 16 << 20  # of one piece of work
 
 
 def _blocks(memory: memoryview, first_nbytes: int) -> Iterator[memoryview]:
@@ -45,6 +49,17 @@ def _blocks(memory: memoryview, first_nbytes: int) -> Iterator[memoryview]:
     for start, stop in pairwise([*starts, memory.nbytes]):
         if start < stop:
             yield memory[start:stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A block whose bytes have to be read: where its digest goes, and which byte of which key it begins with."""
+
+    row: BlockRow
+    digests: array[int]
+    number: int
+    source: HeldKey
+    start: int
 
 
 class PartFileWriter:
@@ -56,14 +71,28 @@ class PartFileWriter:
     Args:
         path: file to make.
         parts: dtype and shape of every part, by name, in order.
+        joined: those that are copied together, by `copy`, and how their blocks lie; see `block_rows`.
+
+    Attributes:
+        read_back_nbytes: bytes that were read to know their digests.
     """
 
-    def __init__(self, path: Path, parts: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        parts: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        joined: Sequence[Joined] = (),
+    ) -> None:
         self.path = path
-        count = sum(blocks_of(_nbytes_of(*part)) for part in parts.values())
+        self.read_back_nbytes = 0
+        nbytes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in parts.items()}
+        count = count_blocks(nbytes, joined)
         every = {**parts, DIGESTS: (torch.uint8, (count * _DIGEST_NBYTES,))}
-        self._header, self._spans = lay_out(every, align_nbytes=PAGE_NBYTES)
-        self._digests: dict[str, array[int] | None] = dict.fromkeys(parts)
+        self._header, self._spans = lay_out(every, align_nbytes=PAGE_NBYTES, metadata=to_metadata(joined))
+        rows = rows_of({name: self._spans[name] for name in parts}, joined)
+        self._row_of = {name: row for row in rows for name in row.names}
+        self._digests: dict[str, array[int] | None] = {row.names[0]: None for row in rows}  # in the order of the bytes
+        self._unread: list[_Unread] = []
 
     def write(self, name: str, memory: memoryview) -> None:
         """All bytes of a part, from memory that does not change meanwhile."""
@@ -73,7 +102,10 @@ class PartFileWriter:
     @contextmanager
     def appending(self, name: str) -> Iterator[Callable[[memoryview], None]]:
         """A function that takes the next bytes of a part; all of them have been given at the end of the block."""
-        span, digests, position = self._spans[name], array("Q"), 0
+        span = self._spans[name]
+        if self._row_of[name] != BlockRow((name,), span.offset, span.offset + span.nbytes):
+            raise ValueError(f"{name} is to be copied with {self._row_of[name].names}")
+        digests, position = array("Q"), 0
         digest = xxhash.xxh3_64()
         with self._opened() as fd:
 
@@ -94,47 +126,88 @@ class PartFileWriter:
             raise ValueError(f"{name} has {span.nbytes} bytes, given were {position}")
         self._digests[name] = digests
 
-    def copy(self, name: str, held: HeldKeys, key: str, offset: int, copier: RangeCopier) -> None:
-        """All bytes of a part, out of a held key from byte `offset` on. What was copied is read back and checked.
+    def copy(self, name: str, held: HeldKeys, key: str, offset: int, copier: RangeCopier, pace: Pace) -> bool:
+        """All bytes of the parts that are joined with `name`, out of a held key from byte `offset` on.
+
+        What was copied is read back and checked at once, while it is in memory. What is shared with the swap file needs
+        no more than `read_back` after the hold has ended.
+
+        Returns:
+            Whether all of it is shared.
 
         Raises:
             IntegrityError: it is not what was stored.
             OSError: it could not be read or written.
         """
-        span, source = self._spans[name], held.keys[key]
-        digests = array("Q")
+        row, source = self._row_of[name], held.keys[key]
+        shift = row.start - offset  # from a byte of the key to that of the file
+        copied: list[tuple[int, int]] = []
         with self._opened() as fd:
-            for drive, place, start, nbytes in source.ranges(offset, offset + span.nbytes):
-                copier.copy(held.fds[drive], place, fd, span.offset + start - offset, nbytes)
-            buffer = memoryview(bytearray(BLOCK_NBYTES))
-            for start in range(0, span.nbytes, BLOCK_NBYTES):
-                block = buffer[: min(BLOCK_NBYTES, span.nbytes - start)]
-                read_all(fd, block, span.offset + start, self.path)
-                digests.append(self._checked(block, source, offset + start, span.offset + start))
-        self._digests[name] = digests
+            for drive, place, start, nbytes in source.ranges(offset, offset + row.nbytes):
+                for at in range(0, nbytes, _COPY_NBYTES):
+                    size, into = min(_COPY_NBYTES, nbytes - at), start + at + shift
+                    if copier.copy(held.fds[drive], place + at, fd, into, size) is not CopyMethod.REFLINK:
+                        copied.append((row.number_at(into), row.number_at(into + size - 1)))
+                        _forget(held.fds[drive], place + at, size)
+                    pace.rest()
+            digests = array("Q", bytes(_DIGEST_NBYTES * row.count))
+            to_read = {number for first, last in copied for number in range(first, last + 1)}
+            unread = []
+            for number in range(row.count):
+                first, last = row.bounds(number)
+                digest = source.digest_of_bytes(first - shift, last - shift)
+                if digest is None or number in to_read:
+                    unread.append(_Unread(row, digests, number, source, first - shift))
+                else:
+                    digests[number] = digest
+            self._digests[row.names[0]] = digests
+            if copied:
+                self._read(fd, unread, pace)
+            else:
+                self._unread += unread
+        return not copied
 
-    def _checked(self, block: memoryview, source: HeldKey, start: int, place: int) -> int:
-        """The digest of a block that was copied from byte `start` of a key; what the store knows of it must agree."""
-        digest = xxhash.xxh3_64_intdigest(block)
-        number, rest = divmod(start, BLOCK_NBYTES)
-        is_whole = not rest and len(block) == min(BLOCK_NBYTES, source.nbytes - start)
-        if is_whole and source.digest_of(number) not in (digest, None):
-            raise IntegrityError(
-                f"{len(block)} bytes at {start} of {source.key!r}, copied to {self.path}, are not what was written to "
-                "the swap file: the checksums differ. The checkpoint is given up; check the drive and the memory of "
-                "this machine",
-                path=str(self.path),
-                offset=place,
-                nbytes=len(block),
-                key=source.key,
-            )
-        return digest
+    def read_back(self, pace: Pace) -> None:
+        """Read the shared blocks whose digests are not known; the swap file need not hold them any more.
+
+        Raises:
+            IntegrityError, OSError: as `copy`.
+        """
+        unread, self._unread = self._unread, []
+        if unread:
+            with self._opened() as fd:
+                _expect_scattered_reads(fd)
+                self._read(fd, unread, pace)
+
+    def _read(self, fd: int, blocks: Sequence[_Unread], pace: Pace) -> None:
+        buffer = memoryview(bytearray(BLOCK_NBYTES))
+        for one in blocks:
+            start, stop = one.row.bounds(one.number)
+            block = buffer[: stop - start]
+            read_all(fd, block, start, self.path)
+            digest = xxhash.xxh3_64_intdigest(block)
+            if one.source.is_known_to_be_wrong(one.start, block, digest):
+                raise self._refusal(one, start, len(block))
+            one.digests[one.number] = digest
+            self.read_back_nbytes += len(block)
+            pace.rest()
+
+    def _refusal(self, one: _Unread, place: int, nbytes: int) -> IntegrityError:
+        return IntegrityError(
+            f"{nbytes} bytes at {one.start} of {one.source.key!r}, copied to {self.path}, are not what was written to "
+            "the swap file: the checksums differ. The checkpoint is given up; check the drive and the memory of this "
+            "machine",
+            path=str(self.path),
+            offset=place,
+            nbytes=nbytes,
+            key=one.source.key,
+        )
 
     def finish(self) -> FileEntry:
         """Bring everything to the drive; what the index says about the file."""
         every = array("Q")
         for name, digests in self._digests.items():
-            if digests is None:
+            if digests is None or self._unread:
                 raise CheckpointError(f"{name} was not written to {self.path}: a bug of infinity, please report it")
             every += digests
         if sys.byteorder == "big":
@@ -144,8 +217,7 @@ class PartFileWriter:
             write_all(fd, memoryview(self._header), 0)
             write_all(fd, memoryview(data), span.offset)
             os.fsync(fd)
-            if hasattr(os, "posix_fadvise"):  # nobody reads it soon; others have a better use for the memory
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            _forget(fd, 0, 0)
         return FileEntry(span.offset + span.nbytes, checksum(self._header), checksum(data))
 
     @contextmanager
@@ -157,118 +229,13 @@ class PartFileWriter:
             os.close(fd)
 
 
-class PartFileReader(Closing):
-    """Reads spans of parts; every block that is touched is checked. The file is checked against its entry at once.
-
-    Raises:
-        CheckpointError: it is missing, truncated, or not what the index says.
-    """
-
-    def __init__(self, path: Path, entry: FileEntry) -> None:
-        self.path = path
-        refuse_other_size(path, entry)
-        self._file = TensorFileReader(path)
-        self.parts: dict[str, TensorSpan] = {}
-        self._cache: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        try:
-            self.parts = {name: span for name, span in self._file.spans.items() if name != DIGESTS}
-            self._digests = self._read_digests(entry)
-        except BaseException:
-            self.close()
-            raise
-
-    def _read_digests(self, entry: FileEntry) -> dict[str, array[int]]:
-        first = min((span.offset for span in self._file.spans.values()), default=0)
-        if checksum(self._file.read_bytes(0, first)) != entry.checksum:
-            raise damaged(self.path, "the checksum of its header is wrong")
-        span = self._file.spans.get(DIGESTS)
-        data = self._file.read_bytes(span.offset, span.nbytes) if span is not None else b""
-        if checksum(data) != entry.digests:
-            raise damaged(self.path, "the checksum of its digests is wrong")
-        every = array("Q", data)
-        if sys.byteorder == "big":
-            every.byteswap()
-        found, at = {}, 0
-        for name, span in sorted(self.parts.items(), key=lambda one: (one[1].offset, one[1].nbytes)):
-            count = blocks_of(span.nbytes)
-            found[name] = every[at : at + count]
-            at += count
-        if at != len(every):
-            raise damaged(self.path, f"it has {len(every)} digests for {at} blocks")
-        return found
-
-    def read(self, name: str, at: int, into: torch.Tensor) -> None:
-        """Fill `into` (1-D, CPU, contiguous, of the part's dtype) with elements of a part from `at` on.
-
-        Raises:
-            CheckpointError: the part does not have them, or a block is not what was written.
-        """
-        span = self.parts.get(name)
-        if span is None or span.dtype is not into.dtype or (at + into.numel()) * into.element_size() > span.nbytes:
-            raise damaged(self.path, f"it does not hold elements {at} to {at + into.numel()} of {name!r}")
-        if not into.numel():
-            return
-        left, start = bytes_of(into), at * into.element_size()
-        while left:
-            number, skip = divmod(start, BLOCK_NBYTES)
-            size = min(BLOCK_NBYTES, span.nbytes - number * BLOCK_NBYTES)
-            count = min(size - skip, len(left))
-            if count == size:
-                self._file.read_into(span.offset + start, left[:count])
-                self._check(name, number, left[:count])
-            else:
-                left[:count] = self._block(name, number, size)[skip : skip + count]
-            left, start = left[count:], start + count
-
-    def verify(self) -> int:
-        """Check every block; how many bytes they have.
-
-        Raises:
-            CheckpointError: one is not what was written.
-        """
-        total = 0
-        buffer = memoryview(bytearray(BLOCK_NBYTES))
-        for name, span in self.parts.items():
-            for number in range(blocks_of(span.nbytes)):
-                block = buffer[: min(BLOCK_NBYTES, span.nbytes - number * BLOCK_NBYTES)]
-                self._file.read_into(span.offset + number * BLOCK_NBYTES, block)
-                self._check(name, number, block)
-                total += len(block)
-        return total
-
-    def _block(self, name: str, number: int, size: int) -> bytes:
-        found = self._cache.get((name, number))
-        if found is None:
-            block = bytearray(size)
-            self._file.read_into(self.parts[name].offset + number * BLOCK_NBYTES, memoryview(block))
-            self._check(name, number, memoryview(block))
-            found = self._cache[name, number] = bytes(block)
-            if len(self._cache) > _CACHED_BLOCKS:
-                self._cache.popitem(last=False)
-        return found
-
-    def _check(self, name: str, number: int, block: memoryview) -> None:
-        if xxhash.xxh3_64_intdigest(block) != self._digests[name][number]:
-            start = number * BLOCK_NBYTES
-            raise damaged(self.path, f"bytes {start} to {start + len(block)} of {name!r} have the wrong checksum")
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._file.close()
+def _expect_scattered_reads(fd: int) -> None:
+    """Nothing beyond what is asked for is read ahead."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
 
-def refuse_other_size(path: Path, entry: FileEntry) -> None:
-    """Refuse a file that is missing or has another size than the index says."""
-    try:
-        found = path.stat().st_size
-    except FileNotFoundError as error:
-        raise damaged(path, "the file is missing") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if found != entry.nbytes:
-        what = "truncated" if found < entry.nbytes else "too long"
-        raise damaged(path, f"it is {what}: {found} bytes, where {entry.nbytes} were written")
-
-
-def _nbytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return TensorSpan(dtype, tuple(shape), 0).nbytes
+def _forget(fd: int, offset: int, nbytes: int) -> None:
+    """Nobody reads these bytes soon; others have a better use for the memory."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)

@@ -17,7 +17,7 @@ from infinity.checkpoint.format import (
     damaged,
     read_index,
 )
-from infinity.checkpoint.part_file import PartFileReader, refuse_other_size
+from infinity.checkpoint.part_reader import PartFileReader, refuse_other_size
 from infinity.errors import CheckpointError
 from infinity.optim.moments import BLOCK_NUMEL, decode_codes
 from infinity.optim.splitmaster import join_master

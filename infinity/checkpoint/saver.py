@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from infinity.checkpoint.format import FileEntry
+from infinity.checkpoint.pace import Pace
 from infinity.checkpoint.part_file import PartFileWriter
-from infinity.checkpoint.shard_file import MemorySource, ShardFile, StoredSource
+from infinity.checkpoint.shard_file import MemorySource, ShardFile
 from infinity.errors import CheckpointError, InfinityError
 from infinity.observe.stalls import StallCause, StallClock
 from storage.copying import RangeCopier
@@ -56,6 +57,7 @@ class _File:
 
     def __init__(self, shards: ShardFile, folder: Path) -> None:
         self.shards = shards
+        self.runs = shards.stored_runs()
         self._folder = folder
         self._writer: PartFileWriter | None = None
         self._lock = threading.Lock()
@@ -65,7 +67,8 @@ class _File:
         with self._lock:
             if self._writer is None:
                 parts = {part.name: (part.dtype, (part.numel,)) for part in self.shards.parts}
-                self._writer = PartFileWriter(self._folder / self.shards.name, parts)
+                joined = [run.joined for run in self.runs]
+                self._writer = PartFileWriter(self._folder / self.shards.name, parts, joined)
             return self._writer
 
 
@@ -122,8 +125,10 @@ class CapturedSave:
         self.path = path
         self.ticket = Ticket(f"saving {path}")
         self.copier = RangeCopier()
+        self.pace = Pace(self._moved)
         self.progress = 0
         self.preserved_nbytes = 0  # of memory that was written before its change
+        self.read_back_nbytes = 0  # of blocks whose digests had to be found
         self._held = held
         self._finish = finish
         self._on_progress = on_progress
@@ -201,24 +206,36 @@ class CapturedSave:
                 self._raise_error()
                 part.write()
                 self._moved()
+        self.pace.begin()
         entries: dict[str, FileEntry] = {}
-        for file in self._files:
-            for one in file.shards.parts:
-                if isinstance(one.source, StoredSource) and self._held is not None:
-                    self._raise_error()
-                    file.writer.copy(one.name, self._held, one.source.key, one.source.offset, self.copier)
-                    self._moved()
-            self._end(file.writer, entries)
+        shared = [file.writer for file in self._files if not self._copy(file, entries)]
+        self._let_go()  # what is shared stays as it is in the checkpoint's own files
+        for writer in shared:
+            writer.read_back(self.pace)
+            self._end(writer, entries)
         if self._begun is not None:
             self._end(self._begun, entries)
-        self._let_go()
         self._raise_error()
         self._finish(entries)
+
+    def _copy(self, file: _File, entries: dict[str, FileEntry]) -> bool:
+        """Get a file's bytes from the swap files; if they had to be copied it is ended too, and whether it is."""
+        is_shared = True
+        for run in file.runs:
+            self._raise_error()
+            if self._held is not None:
+                place = (self._held, run.source.key, run.source.offset)
+                is_shared &= file.writer.copy(run.joined.names[0], *place, self.copier, self.pace)
+        if not is_shared:
+            file.writer.read_back(self.pace)
+            self._end(file.writer, entries)
+        return not is_shared
 
     def _end(self, writer: PartFileWriter, entries: dict[str, FileEntry]) -> None:
         self._raise_error()
         entries[writer.path.name] = writer.finish()
-        self._moved()
+        self.read_back_nbytes += writer.read_back_nbytes
+        self.pace.rest()
 
     def note_progress(self) -> None:
         """What it waits for has moved: nobody takes it for stuck."""
@@ -289,17 +306,18 @@ class Saver:
         self._reap()
         for save in list(self._saves):
             if len(self._saves) >= MAX_IN_FLIGHT or save.path == path:
-                self._stalls.settle(save.ticket, StallCause.SAVE)
+                self._await(save)
                 self._reap()
 
     def write(self, save: CapturedSave) -> None:
         """Write a checkpoint now, behind those that were begun before. Raises what `CapturedSave.run` does."""
         try:
             for earlier in self._saves:
-                self._stalls.settle(earlier.ticket, StallCause.SAVE)
+                self._await(earlier)
         except BaseException as error:
             save.abandon(error)
             raise
+        save.pace.hurry()
         with self._stalls.charged(StallCause.SAVE):
             save.run()
         self.completed += 1
@@ -333,9 +351,15 @@ class Saver:
 
     def settle(self) -> None:
         """Like `wait`, but a save that failed is as good as one that succeeded, and told later."""
-        for save in self._saves:
-            self._stalls.settle(save.ticket, StallCause.SAVE)
+        for save in reversed(self._saves):  # so that none of them rests any more before the first is over
+            self._await(save)
         self._reap()
+
+    def _await(self, save: CapturedSave) -> None:
+        """Wait until a save is over, well or not. Those before it are in its way: they hurry too."""
+        for earlier in self._saves[: self._saves.index(save) + 1]:
+            earlier.pace.hurry()
+        self._stalls.settle(save.ticket, StallCause.SAVE)
 
     def _reap(self) -> None:
         over = [save for save in self._saves if save.ticket.done]

@@ -145,12 +145,16 @@ def lay_out(
 class TensorFileReader(Closing):
     """Reads pieces of tensors into given memory.
 
+    Attributes:
+        metadata: text by name, of the header.
+
     Raises:
         CheckpointError: the file is missing, truncated, or not a safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.metadata: Mapping[str, str] = {}
         try:
             # The library checks that the header is sound and that the file has exactly the bytes it promises.
             with safe_open(path, framework="pt"):
@@ -173,6 +177,7 @@ class TensorFileReader(Closing):
         spans = {}
         for name, entry in entries.items():
             if name == "__metadata__":
+                self.metadata = entry
                 continue
             if entry["dtype"] not in _DTYPES:
                 raise CheckpointError(f"{self.path}: {name} is {entry['dtype']}, which is not supported")

@@ -243,9 +243,7 @@ def blank_moment(values: Values, name: str) -> torch.Tensor:
     return stored.zero_() if stored is not None and stored.dtype is torch.float32 else torch.zeros(values.span.numel)
 
 
-def _in_buffer(
-    kind: str, name: str, numel: int, dtype: torch.dtype, left: _Carver, key: str, offset: int
-) -> _Part:
+def _in_buffer(kind: str, name: str, numel: int, dtype: torch.dtype, left: _Carver, key: str, offset: int) -> _Part:
     memory = left.take(align_up(numel * dtype.itemsize, PAGE_NBYTES))
     return _Part(kind, name, torch.frombuffer(memory, dtype=dtype, count=numel), _Swapped(key, offset, memory))
 

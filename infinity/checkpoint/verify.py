@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.format import INDEX_FILE, FileEntry, checksum_of_file, damaged, read_index
-from infinity.checkpoint.part_file import PartFileReader, refuse_other_size
+from infinity.checkpoint.part_reader import PartFileReader, refuse_other_size
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import infinity
 from infinity.checkpoint import part_file
 from infinity.checkpoint.reader import CheckpointReader
-from infinity.checkpoint.saver import MAX_IN_FLIGHT
+from infinity.checkpoint.saver import MAX_IN_FLIGHT, CapturedSave
 from storage.copying import CopyMethod
 from storage.held import HeldKeys
 from tests.conftest import small_config
@@ -94,9 +94,7 @@ def test_exact_as_of_the_step_it_was_asked_for(
         check_extents(run.engine._runtime.store)
 
 
-def test_asking_waits_for_no_drive(
-    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asking_waits_for_no_drive(start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The training thread syncs nothing and lays no file out, but that of the gradients that wait, which it fills."""
     run = start(host={"budget": "300KiB"})
     run.train(0, 2)
@@ -125,6 +123,31 @@ def test_asking_waits_for_no_drive(
     with CheckpointReader(tmp_path / "behind") as checkpoint:
         assert checkpoint.verify() > 0
         assert all("gradient" in entry.tensors for entry in checkpoint.index.parameters.values())
+
+
+def test_only_saves_that_nobody_waits_for_take_their_time(start: Callable[..., Run], tmp_path: Path) -> None:
+    """Behind training they rest after every piece of work; when somebody waits they do not, nor those before them."""
+    run = start(host={"budget": "300KiB"})
+    run.train(0, 1)
+    saver = run.engine._runtime.saver
+    save_behind(run, tmp_path / "behind")
+    (behind,) = saver._saves
+    assert behind.ticket.wait(60)
+    assert behind.pace.rests > len(list((tmp_path / "behind").glob("group-*"))) > 5
+    ready = threading.Event()
+    waiting: list[CapturedSave] = []
+
+    def until_somebody_waits() -> None:
+        assert ready.wait(60)
+        assert waiting[-1].pace._is_in_a_hurry.wait(60)
+
+    saver._thread.submit(until_somebody_waits)
+    for name in ("one", "other"):
+        save_behind(run, tmp_path / name)
+    waiting += saver._saves
+    ready.set()
+    run.engine.wait_saved()
+    assert [(save.path.name, save.pace.rests) for save in waiting] == [("one", 0), ("other", 0)]
 
 
 def test_edits_and_new_optimizer_state_come_after(start: Callable[..., Run], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import infinity
 from infinity.checkpoint import folder as folders
 from infinity.checkpoint import tensor_file
 from infinity.checkpoint.folder import replaced_folder
-from infinity.checkpoint.format import BUFFERS_FILE, DamagedCheckpointError, checksum_of_file
+from infinity.checkpoint.format import BUFFERS_FILE, DamagedCheckpointError, checksum, checksum_of_file
 from infinity.checkpoint.parts import save_buffers
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.tensor_file import TensorFileReader
@@ -81,12 +81,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut index": (lambda f: change(f / "checkpoint.json", lambda d: d.pop()), "is damaged: it is not JSON"),
     "changed index": (lambda f: rewrite_index(f, step=7), "its checksum is wrong"),
     "foreign index": (lambda f: (f / "checkpoint.json").write_text("{}"), "does not belong to a checkpoint"),
-    "version": (lambda f: rewrite_index(f, version=1), "version 1, this infinity reads version 2"),
+    "version": (lambda f: rewrite_index(f, version=1), "version 1, this infinity reads version 2 and 3"),
     "no file": (lambda f: _remove(f, GROUP), f"{GROUP} is damaged: the file is missing"),
     "cut file": (lambda f: change(f / GROUP, lambda d: d.pop()), f"{GROUP} is damaged: it is truncated"),
     "empty file": (lambda f: change(f / GROUP, lambda d: d.clear()), f"{GROUP} is damaged: it is truncated: 0 "),
     "longer file": (lambda f: change(f / GROUP, lambda d: d.append(0)), f"{GROUP} is damaged: it is too long"),
-    "header": (lambda f: change(f / GROUP, lambda d: flip(d, 10)), "the checksum of its header is wrong"),
+    "header": (
+        lambda f: change(f / GROUP, lambda d: flip(d, d.index(b'"param"') + 1)),
+        "the checksum of its header is wrong",
+    ),
     "header length": (lambda f: change(f / GROUP, lambda d: flip(d, 6)), f"{GROUP} is damaged: .*[Hh]eader"),
     "digests": (lambda f: change(f / GROUP, lambda d: flip(d, -5)), "the checksum of its digests is wrong"),
     "other file": (lambda f: (f / "group-00002.rank0.safetensors").rename(f / GROUP), "checksum of its digests"),
@@ -114,6 +117,22 @@ def test_what_cannot_be_loaded_changes_nothing(run: Run, saved: Path, name: str)
         run.load(saved)
     assert _equal(before, run.parameters())
     run.train(2, 3)
+
+
+def test_a_checkpoint_of_version_2_is_read(offload: MakeEngine, tmp_path: Path) -> None:
+    """It is like one of version 3 whose files have no joined tensors."""
+    run = Run(lambda model: offload(model, host={"budget": "16MiB"}), Net)
+    run.train(0, 2)
+    run.save(tmp_path / "saved")
+    losses = run.train(2, 4)
+    assert b"__metadata__" not in (tmp_path / "saved" / GROUP).read_bytes()
+    index = tmp_path / "saved" / "checkpoint.json"
+    content = {name: value for name, value in json.loads(index.read_text()).items() if name != "checksum"}
+    assert content["version"] == 3
+    content["version"] = 2
+    index.write_text(json.dumps({**content, "checksum": checksum(json.dumps(content, sort_keys=True).encode())}))
+    run.load(tmp_path / "saved")
+    assert run.train(2, 4) == losses
 
 
 def test_aflipped_bit_is_noticed_and_a_good_checkpoint_heals(run: Run, saved: Path, tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 import infinity
+from infinity.checkpoint.pace import Pace
+from infinity.checkpoint.part_file import PartFileWriter
 from infinity.checkpoint.reader import CheckpointReader
+from infinity.checkpoint.saver import CapturedSave
 from storage.copying import CopyMethod
 from tests.conftest import small_config
 from tests.infinity.test_checkpoint_background import held_up, save_behind
@@ -50,3 +53,39 @@ def test_a_checkpoint_shares_the_blocks_of_the_swap_files(
         run.engine.load(point / "saved", optimizer=run.optimizer, scheduler=run.scheduler)
         assert run.train(2, 4) == losses[2:]
         run.engine.save(point / "saved", scheduler=run.scheduler)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_shared_is_let_go_of_before_anything_is_read(
+    make_file_system: MakeFileSystem, monkeypatch: pytest.MonkeyPatch, wait: bool
+) -> None:
+    """And hardly anything is: the store knows what it has written."""
+    point = make_file_system("xfs")
+    run = Run(lambda model: infinity.offload(model, small_config(point / "swap", host={"budget": "300KiB"})))
+    holds: list[int] = []
+    with run.engine:
+        run.train(0, 2)
+        store = run.engine._runtime.store
+        assert store is not None
+        held, read_back, init = store._space.holds, PartFileWriter.read_back, CapturedSave.__init__
+        saves: list[CapturedSave] = []
+
+        def counted(self: PartFileWriter, pace: Pace) -> None:
+            holds.append(len(held._held))
+            read_back(self, pace)
+
+        def noted(self: CapturedSave, *args: Any, **given: Any) -> None:
+            saves.append(self)
+            init(self, *args, **given)
+
+        monkeypatch.setattr(PartFileWriter, "read_back", counted)
+        monkeypatch.setattr(CapturedSave, "__init__", noted)
+        run.engine.save(point / "saved", scheduler=run.scheduler, wait=wait)
+        run.engine.wait_saved()
+        (save,) = saves
+        assert len(holds) > 3 and not any(holds)
+        assert save.copier.nbytes.keys() == {CopyMethod.REFLINK}
+        assert save.read_back_nbytes < save.copier.nbytes[CopyMethod.REFLINK] // 2
+        assert (save.pace.rests == 0) is wait
+        with CheckpointReader(point / "saved") as checkpoint:
+            assert checkpoint.verify() >= save.copier.nbytes[CopyMethod.REFLINK]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.checkpoint.part_file import PartFileReader, PartFileWriter
+from infinity.checkpoint.part_file import PartFileWriter
+from infinity.checkpoint.part_reader import PartFileReader
 from storage.checksums import BLOCK_NBYTES
 from tests.storage.helpers import pattern
 
