@@ -81,8 +81,9 @@ def test_what_is_shared_is_let_go_of_before_anything_is_read(
         monkeypatch.setattr(PartFileWriter, "read_back", counted)
         monkeypatch.setattr(CapturedSave, "__init__", noted)
         run.engine.save(point / "saved", scheduler=run.scheduler, wait=wait)
-        run.engine.wait_saved()
         (save,) = saves
+        assert save.ticket.wait(60)  # before anybody is in a hurry
+        run.engine.wait_saved()
         assert len(holds) > 3 and not any(holds)
         assert save.copier.nbytes.keys() == {CopyMethod.REFLINK}
         assert save.read_back_nbytes < save.copier.nbytes[CopyMethod.REFLINK] // 2
