@@ -37,7 +37,9 @@ class LinkPatience:
     async def until_over(self, fence: Fence, what: str) -> None:
         """As `wait`, on an asyncio loop, on whose time it is; nothing blocks."""
         loop = asyncio.get_running_loop()
-        if isinstance(fence, Awaitable):
+        if fence.done:
+            pass
+        elif isinstance(fence, Awaitable):
             waiting = asyncio.ensure_future(fence)
             await asyncio.wait({waiting}, timeout=self._timeout_s)
             if waiting.done():

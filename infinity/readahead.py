@@ -16,8 +16,9 @@ last use of a pass: between two uses it would hold memory that the placement has
 [Note: deferred updates]
 Under the deferred schedule an update waits here until its group comes up in the order of accesses. Then the shard is
 read into the window once, updated there, and used from there while it is written behind: the read of the forward serves
-the update too. Copies that are in the window when their update arrives are updated at once, so an update that waits
-holds no window memory, and nothing that holds window memory waits for the order.
+the update too. Once all updates of a step are there, they start in that order as far as the window has room; then those
+whose copies are in the window already, so an update that waits holds no window memory, and nothing that holds window
+memory waits for the order.
 
 Everything here runs on one asyncio loop, whose time it uses; nothing blocks and nothing touches autograd.
 """
@@ -147,21 +148,22 @@ class ReadAhead:
                 self._use_over(index, Phase.FORWARD)
 
     def step_submitted(self, step: int) -> None:
-        """Every update of the step is under way: reads may go on into the next iteration, which is `step`."""
+        """Every update of the step is under way or deferred: reads may go on into the next iteration, which is `step`.
+
+        What is used first is updated first, whether its copy is here already or not.
+        """
         self.step = step
         self._barrier_open = True
         self.advance()
+        for index in list(self._deferred):
+            self._update_if_held(index)
 
     def defer(self, index: int, update: DeferredUpdate) -> None:
         """An update waits until its group is used, or until `force`; see [Note: deferred updates].
 
-        That of a chunked group, which no read into the window can serve, starts at once.
+        Those of a step are followed by `step_submitted`.
         """
-        if self._copies[index].is_chunked:
-            update.start(is_forced=False)
-            return
         self._deferred[index] = update
-        self._update_if_held(index)
 
     def want(self, index: int) -> None:
         """The training thread waits for the update of a group, which goes first if it is deferred."""
@@ -287,22 +289,23 @@ class ReadAhead:
         self.advance()
 
     def _update_if_held(self, index: int) -> None:
-        """A deferred update whose copy is in the window starts at once."""
+        """A deferred update whose copy is in the window starts at once, and one that no read into it can serve."""
         copy = self._copies[index]
         is_held = not copy.pinned and copy.state in (CopyState.READING, CopyState.CLEAN, CopyState.WRITING)
-        if is_held and index in self._deferred:
+        if (is_held or copy.is_chunked) and index in self._deferred:
             self._try_update(index, Priority.READ_AHEAD)
 
     def _try_update(self, index: int, priority: Priority) -> bool:
         """Start a deferred update on the copy in the window, which is read if need be. False when it has to wait."""
         copy = self._copies[index]
-        if copy.is_claimed or (copy.state is CopyState.WRITING and not copy.stays_when_written):
-            return False  # it is about to be dropped, or it may be
-        if copy.state is CopyState.FAILED and copy.lost_update is None:
-            copy.drop()
-        if copy.state is CopyState.ABSENT and not self._try_read(copy, priority):
-            return False
-        copy.is_updated_ahead = True
+        if not copy.is_chunked:
+            if copy.is_claimed or (copy.state is CopyState.WRITING and not copy.stays_when_written):
+                return False  # it is about to be dropped, or it may be
+            if copy.state is CopyState.FAILED and copy.lost_update is None:
+                copy.drop()
+            if copy.state is CopyState.ABSENT and not self._try_read(copy, priority):
+                return False
+            copy.is_updated_ahead = True
         self._deferred.pop(index).start(is_forced=False)
         return True
 

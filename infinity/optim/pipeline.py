@@ -76,6 +76,7 @@ class UpdatePipeline:
         self._link = link
         self._preserve = preserve
         self._tasks: set[asyncio.Task[None]] = set()
+        self._arriving: set[asyncio.Task[None]] = set()  # gradients of updates that nobody deferred
         self._read_priority = Priority.READ_AHEAD
         self._reading: dict[str, list[str]] = {}  # keys that a chunk is being read from, by the key of its record
         self.chunks_done = 0
@@ -88,9 +89,23 @@ class UpdatePipeline:
         """Start updates (a message from the training thread). Their tickets tell how they end."""
         for update in updates:
             update.is_taken = True
-            task = asyncio.get_running_loop().create_task(self._run(update))
-            self._tasks.add(task)
-            task.add_done_callback(partial(self._ended, update))
+            arrival = self._start(update)
+            self._arriving.add(arrival)
+            arrival.add_done_callback(self._arriving.discard)
+
+    def submit_deferred(self, update: GroupUpdate) -> None:
+        """Start an update that nobody waits for yet: its kernels come after those of updates that were submitted."""
+        self._start(update, after=tuple(self._arriving))
+
+    def _start(self, update: GroupUpdate, after: Sequence[asyncio.Task[None]] = ()) -> asyncio.Task[None]:
+        """Start an update; the arrival of its gradient."""
+        loop = asyncio.get_running_loop()
+        arrival = loop.create_task(self._arrive(update, after))
+        arrival.add_done_callback(_noticed)
+        task = loop.create_task(self._run(update, arrival))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._ended, update))
+        return arrival
 
     def defer(self, updates: Sequence[GroupUpdate]) -> None:
         """Let updates wait until their groups are used (a message from the training thread)."""
@@ -125,16 +140,15 @@ class UpdatePipeline:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _run(self, update: GroupUpdate) -> None:
+    async def _run(self, update: GroupUpdate, arrival: asyncio.Task[None]) -> None:
         try:
             copy = await self._take_copy(update)
             runs = [ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
             writes: list[Ticket] = []
             remaining = CountDown(len(runs), lambda: self._computed(update, copy, runs, writes))
-            tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining)) for run in runs]
-            if tasks:
-                await asyncio.wait(tasks)
-            errors = [error for task in tasks if (error := task.exception()) is not None]
+            tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining, arrival)) for run in runs]
+            await asyncio.wait([arrival, *tasks])
+            errors = [error for task in (arrival, *tasks) if (error := task.exception()) is not None]
             errors += [error for ticket in writes if (error := await _outcome(ticket)) is not None]
             if errors:
                 raise errors[0]
@@ -160,8 +174,20 @@ class UpdatePipeline:
             return copy
         return None
 
+    async def _arrive(self, update: GroupUpdate, after: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for the gradient here, and for others: on the optimizer worker it would keep other updates waiting."""
+        if after:
+            await asyncio.wait(after)
+        for fence in update.gradient.fences:
+            await self._link.until_over(fence, _copy_of_gradient(update))
+
     async def _update_chunk(
-        self, update: GroupUpdate, run: ChunkRun, copy: HostCopy | None, remaining: CountDown
+        self,
+        update: GroupUpdate,
+        run: ChunkRun,
+        copy: HostCopy | None,
+        remaining: CountDown,
+        arrival: asyncio.Task[None],
     ) -> None:
         buffers = ChunkBuffers(update, run.record, copy)
         with ExitStack() as held:
@@ -172,6 +198,9 @@ class UpdatePipeline:
                 buffers.lease = held.enter_context(self._pool.lease(buffers.nbytes, owner))
             with self._noted(update, run.record, buffers):
                 await self._read(update, run.record, buffers)
+            if not arrival.done():
+                await asyncio.wait([arrival])
+            arrival.result()
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
             run.record.is_initialised = True
@@ -220,7 +249,6 @@ class UpdatePipeline:
 
     def _compute(self, update: GroupUpdate, run: ChunkRun, buffers: ChunkBuffers) -> None:
         """On the optimizer worker: one kernel call for one chunk."""
-        self._wait_gradient(update)
         started_s = time.perf_counter()
         record, chunk, group = run.record, run.record.chunk, update.state.group
         if record.lease is not None:
@@ -244,10 +272,6 @@ class UpdatePipeline:
         self.chunks_done += 1
         if self._on_chunk is not None:
             self._on_chunk(record.key, started_s, time.perf_counter() - started_s)
-
-    def _wait_gradient(self, update: GroupUpdate) -> None:
-        for fence in update.gradient.fences:
-            self._link.wait(fence, _copy_of_gradient(update))
 
     def _write(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> Ticket:
         store, chunk, group = self._store, record.chunk, update.state.group
@@ -341,7 +365,7 @@ class _Deferred:
 
     def start(self, *, is_forced: bool) -> None:
         self.update.is_forced = is_forced
-        self.pipeline.submit([self.update])
+        self.pipeline.submit_deferred(self.update)
 
     def fail(self, error: BaseException) -> None:
         self.pipeline.fail(self.update, error)
@@ -353,6 +377,12 @@ def _copy_of_gradient(update: GroupUpdate) -> str:
 
 def _is_small(group: FlatGroup) -> bool:
     return group.shard_nbytes <= _MERGED_NBYTES
+
+
+def _noticed(task: asyncio.Task[None]) -> None:
+    """What went wrong is told where it is awaited; an update that has failed before that asks no more."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _outcome(ticket: Ticket) -> Exception | None:

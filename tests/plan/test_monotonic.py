@@ -225,8 +225,41 @@ UNCHUNKED = request_of(
     efficiency=0.03,
     link=5e9,
 )
+# One more parameter that stayed for good, and others that were only kept from step to step were updated before it.
+KEPT = request_of(
+    8,
+    1024,
+    Schedule.DEFERRED,
+    host=7.0053,
+    device=1.53,
+    read=7e9,
+    write_ratio=1.0,
+    latency_s=1e-4,
+    drives=3,
+    efficiency=0.03,
+    dram=200e9,
+    has_gpu=False,
+)
+# With all parameters and gradients in memory, the optimizer's thread waited for one gradient while others were there.
+ARRIVING = request_of(
+    4,
+    1024,
+    Schedule.OVERLAPPED,
+    host=6.507,
+    device=2.73,
+    read=7e9,
+    write_ratio=2.0,
+    duplex=0.0,
+    drives=3,
+    efficiency=0.03,
+    link=5e9,
+    dram=200e9,
+    optimizer_s=2e-9,
+)
 
 
+@example(request=KEPT, what="host memory", factor=1.05)
+@example(request=ARRIVING, what="host memory", factor=1.3)
 @example(request=CHUNKS, what="host memory", factor=1.05)
 @example(request=UNCHUNKED, what="host memory", factor=2.0)
 @example(request=WHOLE, what="host memory", factor=2.0)

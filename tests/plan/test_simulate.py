@@ -64,6 +64,17 @@ def test_a_slow_drive_binds() -> None:
     assert simulate(scenario).step_s >= bounds["nvme"] * 0.999
 
 
+def test_deferred_updates_run_in_the_order_of_the_next_forward() -> None:
+    """Those of kept copies, which could start first, came before those of pinned shards that are used sooner."""
+    scenario = make_scenario(EIGHT, schedule=Schedule.DEFERRED, spare_nbytes=84 * PAGE_NBYTES)
+    assert scenario.placement.pinned_params == {0, 1, 2, 3, 4}
+    assert scenario.placement.keep_at_boundary == {5, 6, 7}
+    transfers = simulate(scenario).transfers
+    last = max(moved.tag.step for moved in transfers)
+    writes = [m.key for m in transfers if m.op is Op.WRITE and m.tag.kind == "state" and m.tag.step == last]
+    assert list(dict.fromkeys(key.split(".")[0] for key in writes)) == [f"unit{number}" for number in range(8)]
+
+
 def test_a_second_drive_makes_what_binds_faster() -> None:
     shapes = [UnitShape((256,)) for _ in range(8)]  # of 4 MiB: every drive holds a part of each shard
     one = make_scenario(shapes, drives=[DriveModel(1e8, 1e8)], spare_nbytes=40 * 64 * PAGE_NBYTES)

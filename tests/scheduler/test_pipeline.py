@@ -111,6 +111,37 @@ async def test_a_failed_write_fails_the_update_keeps_the_bytes_and_holds_nothing
     await simulation.close()
 
 
+class _OpenFence:
+    """A copy from the device that ends when it is told to. Nobody may hold a thread for it."""
+
+    def __init__(self) -> None:
+        self._over = asyncio.Event()
+
+    @property
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.done:
+            raise TimeoutError("a thread was held for a copy")
+
+
+async def test_a_gradient_on_its_way_keeps_no_other_update_waiting(tmp_path: Path) -> None:
+    simulation = Simulation(tmp_path, [1, 1], window_nbytes=2 * PAGE)
+    fence = _OpenFence()
+    late = simulation.submit_update(0)
+    late.gradient.fences.append(fence)
+    await simulation.submit_update(1).written
+    assert not late.computed.done
+    fence.end()
+    await late.written
+    assert not simulation.failures
+    await simulation.close()
+
+
 async def test_a_failed_read_of_a_chunk_is_not_over_before_the_others_into_its_memory(tmp_path: Path) -> None:
     """Memory that a transfer still fills must not be given to anybody else."""
 
