@@ -27,7 +27,7 @@ from infinity.materialise import FirstValues
 from infinity.optim.hyper import Kernel
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
-from infinity.placement import make_placement, place_for_any_loop
+from infinity.placement import Placement, make_placement, place_for_any_loop
 from infinity.rank_gradients import reduction_nbytes
 from infinity.ranks import Ranks
 from infinity.released import Access
@@ -108,6 +108,8 @@ def draw_up(
         request = _with_ranks(request, config, groups, collectives)
     is_chosen = request.schedule is not Schedule.AUTO
     placement = make_placement(request) if is_chosen else place_for_any_loop(request, _NEED)
+    if collectives is not None:
+        placement = _agree_on_schedule(request, placement, collectives)
     parts = (model, config, access, placement, request, units, groups, kernel, threads, device, collectives)
     return Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes, wrap_backend=wrap_backend)
 
@@ -144,6 +146,23 @@ def _with_ranks(request: Request, config: Config, groups: Sequence[FlatGroup], c
         return request
     reason = f"auto: stage {config.stage} trades the updated parameters between the ranks in step()"
     return replace(request, schedule=Schedule.SYNCHRONOUS, schedule_reason=reason)
+
+
+def _agree_on_schedule(request: Request, placement: Placement, collectives: Collectives) -> Placement:
+    """With "auto" no rank defers its updates into the forward where another has to make them in step().
+
+    The ranks wait for each other in both, so they would wait for updates twice in every step.
+
+    Raises:
+        PlacementError: as `make_placement`.
+    """
+    in_step = placement.schedule is Schedule.SYNCHRONOUS
+    if not collectives.exchange(torch.tensor([in_step], dtype=torch.int64)).any() or in_step:
+        return placement
+    if request.schedule is not Schedule.AUTO:
+        return placement
+    reason = f"auto: {_NEED}, and the host memory of another rank does not hold all of them"
+    return make_placement(replace(request, schedule=Schedule.SYNCHRONOUS, schedule_reason=reason))
 
 
 def _ranks_nbytes(groups: Sequence[FlatGroup], collectives: Collectives) -> int:

@@ -209,7 +209,15 @@ def refuse_other_layout(run: StoredRun, layout: StoredLayout) -> None:
 
 
 def _refuse_other_groups(run: StoredRun, stored: Sequence[StoredGroup], now: Sequence[StoredGroup]) -> None:
+    is_same_model = _shapes(stored) == _shapes(now)
     for one, other in zip(stored, now, strict=False):
+        if one != other and is_same_model:
+            raise CheckpointError(
+                f"the run in {run.path} has the parameters of this model in other groups: {_describe(one)} where this "
+                f"engine has {_describe(other)}. It was started with other settings (unit_classes, wrap_policy, "
+                "resident_threshold, frozen parameters), or by another build of infinity; continue it with those, save "
+                "a checkpoint there (engine.save), and load that here: checkpoints fit all settings and builds"
+            )
         if one != other:
             raise CheckpointError(
                 f"the run in {run.path} belongs to another model or to other settings (unit_classes, wrap_policy, "
@@ -221,6 +229,10 @@ def _refuse_other_groups(run: StoredRun, stored: Sequence[StoredGroup], now: Seq
             f"the run in {run.path} belongs to another model: it has {len(stored)} groups of parameters and this one "
             f"{len(now)}; build the model it was started with"
         )
+
+
+def _shapes(groups: Sequence[StoredGroup]) -> dict[str, tuple[int, ...]]:
+    return {slot.name: slot.shape for group in groups for slot in group.slots}
 
 
 def _describe(group: StoredGroup) -> str:

@@ -151,6 +151,23 @@ def test_a_schedule_that_leaves_updates_for_later_is_refused(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_same_model_in_other_groups_is_told_from_another_model(tmp_path: Path) -> None:
+    """Groups depend on settings and on the build: parameters beside fp32 statistics once lay with those of their unit."""
+    first = run_in(tmp_path)
+    first.train(0, 1)
+    note(first)
+    first_note = {"scheduler": first.scheduler.state_dict()}
+    first.engine.close()
+    told = r"the parameters of this model in other groups: .* \(\d+ parameters.*another build of infinity.*engine.save"
+    with pytest.raises(infinity.CheckpointError, match=told):
+        run_in(tmp_path, resume=True, resident_threshold="1MiB")
+    with pytest.raises(infinity.CheckpointError, match="belongs to another model"):
+        infinity.offload(build(lambda: Net(blocks=2)), durable(tmp_path), resume=True)
+    again = run_in(tmp_path, resume=True)  # nothing of it was lost
+    assert again.engine.restore() == first_note
+    again.engine.close()
+
+
 def test_another_optimizer_than_the_planned_one(tmp_path: Path) -> None:
     """Its records would lie elsewhere than a resumed run looks for them."""
     model = build(Net)

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import infinity
 from tests.parity.loops import gathered_parameters
-from tests.ranks.training import Case, Outcome, make_config, train_share
+from tests.ranks.training import Case, Outcome, built_on, make_config, train_share
 from tests.zoo import Block
 
 
@@ -82,6 +82,15 @@ def pipeline_batch(step: int) -> tuple[Tensor, Tensor]:
 
 def pipeline_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
+
+
+def train_with_unequal_budgets(folder: Path, cases: Sequence[Case]) -> tuple[Outcome, str, str]:
+    """Each rank trains a case of its own; with the schedule it came to, and why."""
+    rank, size = rank_and_size()
+    outcome = train_share(folder, cases[rank], rank, size)
+    with infinity.offload(built_on(rank, cases[rank]), make_config(folder, cases[rank].settings)) as engine:
+        placement = engine.plan.placement
+        return outcome, placement.schedule.value, placement.schedule_reason
 
 
 def train_cases(folder: Path, cases: Sequence[Case]) -> list[Outcome]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.ranks.jobs import (
     train_cases,
     train_on_grids,
     train_pipeline,
+    train_with_unequal_budgets,
 )
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import STEPS, Case, Outcome, assert_as_whole, assert_same_bits, train_whole
@@ -67,6 +69,18 @@ def test_the_stages_give_the_same_bits_and_hold_their_share(tmp_path: Path) -> N
                 assert share.metrics["pinned"] == pinned
                 assert share.metrics["host/gradients_peak_bytes"] == gradients
                 assert share.metrics["host/peak_bytes"] >= pinned + gradients
+
+
+@pytest.mark.slow
+def test_ranks_with_unequal_budgets_agree_on_the_schedule(tmp_path: Path) -> None:
+    """Updates in one rank's forward and in the other's step would be waited for twice in every step."""
+    roomy = Case(max_norm=1.0, accumulate=2, clip_in_optimizer=True)
+    tight = replace(roomy, settings=_TIGHT)
+    found = values(run_ranks(train_with_unequal_budgets, 2, tmp_path, [roomy, tight]))
+    assert_as_whole(train_whole(roomy), [outcome for outcome, _, _ in found])
+    assert [schedule for _, schedule, _ in found] == ["synchronous"] * 2
+    roomy_reason, tight_reason = (reason for _, _, reason in found)
+    assert "the host memory of another rank" in roomy_reason and "host memory does not hold" in tight_reason
 
 
 @pytest.mark.slow
