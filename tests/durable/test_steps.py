@@ -152,7 +152,7 @@ def test_a_schedule_that_leaves_updates_for_later_is_refused(tmp_path: Path) -> 
 
 
 def test_the_same_model_in_other_groups_is_told_from_another_model(tmp_path: Path) -> None:
-    """Groups depend on settings and on the build: parameters beside fp32 statistics once lay with those of their unit."""
+    """Groups depend on settings and on the build: parameters beside fp32 statistics once lay with others of a unit."""
     first = run_in(tmp_path)
     first.train(0, 1)
     note(first)
