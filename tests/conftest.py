@@ -102,5 +102,5 @@ def small_config(folder: Path, **settings: Any) -> infinity.Config:
         "resident_threshold": "1KiB",
         "optimizer_threads": 1,
     }
-    nvme = {"paths": [folder], "io_timeout_s": 10.0, "threads": 2} | settings.pop("nvme", {})
+    nvme = {"paths": [folder], "io_timeout_s": 60.0, "threads": 2} | settings.pop("nvme", {})
     return infinity.Config(**(chosen | settings), nvme=nvme)

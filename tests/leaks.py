@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.engine import Engine
+from storage.budget import TierBudget
+
+WAIT_S = 50.0  # for what other threads are about to do; nothing waits so long unless it never comes
 
 _THREADS = ("infinity", "asyncio")
 
@@ -53,6 +56,15 @@ class LeakCheck:
         assert len(self.files) >= len(open_files()), f"file descriptors left open: {files}"
         left = [path for folder in folders for path in swap_folders(folder)]
         assert not left, f"swap files left behind: {left}"
+
+
+def check_given_back(budget: TierBudget) -> None:
+    """Everything of a budget comes back, at the latest when the transfers in flight that hold some of it have ended.
+
+    To ask for all of it is to wait for just that, where a look at `used_nbytes` may come too early.
+    """
+    with budget.request(budget.limit_nbytes, "the test") as everything:
+        assert everything.wait(WAIT_S), budget.holders()
 
 
 def check_empty(engine: Engine) -> None:

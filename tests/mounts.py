@@ -46,11 +46,11 @@ def mounting(folder: Path) -> Iterator[MakeFileSystem]:
 
 def run_tool(*command: object) -> str:
     """What a program prints; the test is skipped if it does not work here."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=200, check=False)
     if done.returncode:
         pytest.skip(f"{command[0]} does not work here: {done.stderr.strip()[:100]}")
     return done.stdout
 
 
 def _unmount(point: Path) -> None:
-    subprocess.run(["umount", str(point)], check=True, timeout=30)
+    subprocess.run(["umount", str(point)], check=True, timeout=200)

@@ -227,7 +227,6 @@ def test_training_comes_without_the_compiler() -> None:
 def loaded_by(program: str, *packages: str) -> list[str]:
     """Which of the packages a fresh interpreter has loaded after a program."""
     report = f"import sys; print(*[name for name in {packages!r} if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\n{report}"], capture_output=True, text=True, timeout=50, check=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", f"{program}\n{report}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, cwd=ROOT)
     return done.stdout.split()

@@ -15,7 +15,7 @@ import infinity
 from infinity.cli.main import app
 
 ROOT = Path(infinity.__file__).parent.parent
-TIMEOUT_S = 50.0
+TIMEOUT_S = 100.0
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:

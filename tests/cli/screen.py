@@ -16,7 +16,7 @@ from pathlib import Path
 import infinity
 
 ROOT = Path(infinity.__file__).parent.parent
-_PATIENCE_S = 150.0
+_PATIENCE_S = 200.0
 # The process becomes the leader of a session whose terminal is this one, so that Ctrl-C and new sizes reach it.
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "

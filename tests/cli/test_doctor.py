@@ -150,7 +150,7 @@ def test_stale_folders_are_found_with_the_command_that_removes_them(tmp_path: Pa
         "import os, sys; from pathlib import Path; from storage.swapfile import RunFolder\n"
         'RunFolder(Path(sys.argv[1]), "x"); os._exit(0)'
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=200, check=True)
     check = directories.check_stale_folders(tmp_path)
     assert check.status is Status.WARNING
     assert check.fix == f"infinity clean {tmp_path}"

@@ -14,7 +14,6 @@ from tests.cli.command import call, start, train_report
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_killed_run_is_continued(tmp_path: Path) -> None:
     swap = tmp_path / "swap"
     options = ("--preset", "tiny", "--precision", "fp32", "--accumulate", "2", "--seed", "3", "--steps", "7")

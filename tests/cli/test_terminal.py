@@ -30,7 +30,6 @@ def frames(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_the_display_follows_the_window_and_ctrl_c_gives_the_cursor_back(tmp_path: Path) -> None:
     with train(tmp_path, *LONG, columns=110) as terminal:
         terminal.read_until(lambda: "tokens/s" in terminal.output)
@@ -53,7 +52,6 @@ def test_the_display_follows_the_window_and_ctrl_c_gives_the_cursor_back(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_whole_run_leaves_one_display_and_the_summary(tmp_path: Path) -> None:
     with train(tmp_path, "--steps", "12", columns=120) as terminal:
         assert terminal.read_to_end() == 0
@@ -65,7 +63,6 @@ def test_a_whole_run_leaves_one_display_and_the_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true"}], ids=str)
 def test_where_nothing_can_be_drawn_anew_there_is_a_line_per_step(tmp_path: Path, environment: dict[str, str]) -> None:
     with train(tmp_path, "--steps", "3", **environment) as terminal:
@@ -76,7 +73,6 @@ def test_where_nothing_can_be_drawn_anew_there_is_a_line_per_step(tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_without_colours_the_display_is_the_same_text(tmp_path: Path) -> None:
     with train(tmp_path, "--steps", "3", NO_COLOR="1") as terminal:
         assert terminal.read_to_end() == 0

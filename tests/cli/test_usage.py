@@ -64,7 +64,7 @@ def test_python_m_infinity_shows_the_version() -> None:
 
 def test_help_does_not_import_torch() -> None:
     program = "import sys, infinity.cli.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=200).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,5 @@ def test_the_shell_completes_commands() -> None:
     asked = {"_INFINITY_COMPLETE": "complete_bash", "COMP_WORDS": "infinity mig", "COMP_CWORD": "1"}
     installed = Path(sys.executable).parent / "infinity"
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | asked
-    done = subprocess.run([installed], env=environment, capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run([installed], env=environment, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip() == "migrate"

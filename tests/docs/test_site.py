@@ -19,7 +19,6 @@ ROOT = Path(infinity.__file__).parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # reads every docstring
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="needs the extra 'docs'")
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}

@@ -15,7 +15,7 @@ from storage.types import Ticket
 from storage.versioned import VersionedStore
 from tests.storage.versions import open_versioned
 
-WAIT_S = 10.0
+WAIT_S = 100.0
 
 
 @pytest.fixture

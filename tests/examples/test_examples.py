@@ -13,7 +13,7 @@ import infinity
 
 ROOT = Path(infinity.__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts a process that loads torch
+pytestmark = pytest.mark.slow  # each starts a process that loads torch
 
 
 def run(*command: str | Path, folder: Path) -> str:

@@ -31,7 +31,7 @@ from storage.errors import (
 )
 from storage.types import IoRequest, Op
 from tests.conftest import MakeEngine, small_config
-from tests.leaks import swap_folders
+from tests.leaks import check_given_back, swap_folders
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.parity.loops import gathered_parameters, smallest_budget
 from tests.zoo import Net, batch, build, loss_of
@@ -272,7 +272,7 @@ def test_error_in_a_chunk(offload: MakeEngine, drive: Callable[[], FaultyBackend
         optimizer.step()
     drive().clear()
     optimizer.zero_grad()
-    assert engine._runtime.budgets["passage"].used_nbytes == 0
+    check_given_back(engine._runtime.budgets["passage"])
     train(model, optimizer, 2)
     _assert_trained(model, [0, 2], make)
     gc.collect()  # the frames of the exception hold the graph of a backward that failed
@@ -280,13 +280,19 @@ def test_error_in_a_chunk(offload: MakeEngine, drive: Callable[[], FaultyBackend
     nothing_gathered(engine)
 
 
+def _lose_patience(engine: infinity.Engine, io_timeout_s: float) -> None:
+    """Only from here on: what works may take its time on a busy machine."""
+    engine._runtime.stalls._io_timeout_s = io_timeout_s
+
+
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_stuck_read(offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, where: str) -> None:
     """No wait is for ever: the error tells what is stuck, and the engine can be closed."""
-    model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.6})
+    model, engine, optimizer = _make(offload, schedule)
     train(model, optimizer, 0)
     engine.metrics()
+    _lose_patience(engine, 0.6)
     with pytest.raises(IoTimeoutError, match=r"no transfer made progress for 0\.6 s") as stuck:
         if where == "forward":
             drive().inject(Fault.STUCK, op=Op.READ, times=None, when=_is_param)
@@ -305,7 +311,8 @@ def test_stuck_read(offload: MakeEngine, drive: Callable[[], FaultyBackend], sch
 
 
 def test_stuck_write(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
-    model, engine, optimizer = _make(offload, "synchronous", nvme={"io_timeout_s": 0.6})
+    model, engine, optimizer = _make(offload, "synchronous")
+    _lose_patience(engine, 0.6)
     drive().inject(Fault.STUCK, op=Op.WRITE, times=None)
     with pytest.raises(IoTimeoutError, match="write of ") as stuck:
         for number in range(3):
@@ -331,8 +338,10 @@ def test_a_gradient_that_never_leaves_the_device(
 ) -> None:
     """The optimizer's thread does not wait for ever, and what waits for it is told."""
     model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.5})
+    _lose_patience(engine, 60.0)
     train(model, optimizer, 0)
     engine.metrics()
+    _lose_patience(engine, 0.5)
     with monkeypatch.context() as patched:
         patched.setattr(engine._runtime.device, "download", lambda *args, **kwargs: _Stuck())
         with pytest.raises(IoTimeoutError, match=r"from the device|no transfer made progress") as stuck:
@@ -348,8 +357,10 @@ def test_a_shard_that_never_reaches_the_device(
 ) -> None:
     """The host copy stays claimed, because the device may still read it; who needs its memory is told."""
     model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.5})
+    _lose_patience(engine, 60.0)
     train(model, optimizer, 0)
     engine.metrics()
+    _lose_patience(engine, 0.5)
     device = engine._runtime.device
     upload = device.upload
 

@@ -27,7 +27,7 @@ from tests.leaks import check_empty, swap_folders
 from tests.mechanics.test_iterations import nothing_gathered, train
 from tests.zoo import Net, batch, build, loss_of
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 100.0
 
 
 def _interrupt_when(is_time: Callable[[], bool]) -> threading.Thread:
@@ -69,7 +69,7 @@ def _make(offload: MakeEngine, schedule: str, **settings: Any) -> tuple[nn.Modul
 
 def test_a_demand_that_was_interrupted_leaves_no_claim(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
     """What it reads later would otherwise count as in use for ever, and the next gather would wait for that to end."""
-    model, engine, optimizer = _make(offload, "synchronous", nvme={"io_timeout_s": 3.0})
+    model, engine, optimizer = _make(offload, "synchronous")
     train(model, optimizer, 0)
     engine.metrics()
     io = engine._runtime.io
@@ -96,7 +96,7 @@ def test_a_demand_that_was_interrupted_leaves_no_claim(offload: MakeEngine, driv
 def test_a_forward_that_was_interrupted_leaves_no_claim(
     offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    model, engine, optimizer = _make(offload, "deferred", nvme={"io_timeout_s": 3.0})
+    model, engine, optimizer = _make(offload, "deferred")
     train(model, optimizer, 0)
     gatherer = engine._runtime.gatherer
     with monkeypatch.context() as patch:
@@ -410,7 +410,7 @@ def test_a_spill_that_was_interrupted_leaves_nothing_to_wait_for(
     offload: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What nobody completes would be waited for by the next zero_grad(), until the timeout."""
-    model, engine, optimizer = _make(offload, "synchronous", nvme={"io_timeout_s": 1.0})
+    model, engine, optimizer = _make(offload, "synchronous")
     assert engine._runtime.placement.spilled_gradients
     train(model, optimizer, 0)
     store = engine._runtime.store

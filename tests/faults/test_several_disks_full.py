@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_WAIT_S = 50.0
+_WAIT_S = 100.0
 _PROGRAM = Path(__file__).with_name("several_disks.py")
 
 

@@ -20,7 +20,7 @@ from storage.store import ShardStore, StorageOptions
 from storage.types import Op, Ticket, TrafficTag
 
 _TAG = TrafficTag("grad", 3)
-_WAIT_S = 30.0
+_WAIT_S = 100.0
 _NBYTES = 64 << 10
 
 

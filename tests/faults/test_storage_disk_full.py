@@ -21,7 +21,7 @@ from storage.store import ShardStore, StorageOptions
 from storage.types import Ticket, TrafficTag
 
 _TAG = TrafficTag("param", 0)
-_WAIT_S = 30.0
+_WAIT_S = 100.0
 _KEY_NBYTES = 256 << 10
 _BLOCK_NBYTES = 64 << 10
 

@@ -14,7 +14,7 @@ from storage.pool import HostPool
 from storage.types import IoRequest, Op, Priority, Ticket
 
 _NBYTES = 8192
-_WAIT_S = 30.0
+_WAIT_S = 100.0
 
 
 class InstantBackend:

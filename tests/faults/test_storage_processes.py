@@ -16,7 +16,7 @@ import pytest
 from storage.cleanup import find_run_folders, remove_dead
 from storage.store import ShardStore
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 100.0
 _OPEN = """
 import os, sys
 from pathlib import Path

@@ -149,7 +149,7 @@ def test_aiofiles_engine_reports_a_file_that_is_too_short(tmp_path: Path) -> Non
     try:
         request = IoRequest(Op.READ, -1, str(file), 0, memoryview(bytearray(4096)), 1, "k")  # type: ignore[arg-type]
         backend.submit(request)
-        assert request.ticket.wait(10)
+        assert request.ticket.wait(100)
         with pytest.raises(IoError):
             request.ticket.result()
         assert backend.in_flight() == []

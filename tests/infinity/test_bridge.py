@@ -29,7 +29,7 @@ Make = Callable[..., OffloadedOptimizer]
 
 def config(folder: Path, **settings: Any) -> infinity.Config:
     chosen: dict[str, Any] = TIGHT | {"optimizer_threads": 1} | settings
-    return infinity.Config(**chosen, nvme={"paths": [folder], "threads": 2, "io_timeout_s": 10.0})
+    return infinity.Config(**chosen, nvme={"paths": [folder], "threads": 2, "io_timeout_s": 60.0})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, clip: float | None = None) -> list[float]:

@@ -224,7 +224,7 @@ def test_failures_are_told_once_and_harm_no_step(
     with monkeypatch.context() as patch:
         _break(run, patch)
         save_behind(run, tmp_path / "saved")
-        run.engine._runtime.saver._saves[0].ticket.wait(60)
+        run.engine._runtime.saver._saves[0].ticket.wait(100)
     acts: dict[str, Callable[[], Any]] = {
         "step": run.optimizer.step,
         "save": lambda: run.engine.save(tmp_path / "other"),
@@ -256,7 +256,7 @@ def test_two_failures_are_both_told(
         for name in ("first", "second"):
             save_behind(run, tmp_path / name)
         for save in run.engine._runtime.saver._saves:
-            save.ticket.wait(60)
+            save.ticket.wait(100)
     with pytest.raises(infinity.CheckpointError, match="first could not be written"):
         run.engine.wait_saved()
     (record,) = [record for record in caplog.records if record.name == "infinity.checkpoint.saver"]

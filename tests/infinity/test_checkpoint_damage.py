@@ -309,7 +309,7 @@ def test_a_killed_process_leaves_the_old_folder(
     path = tmp_path / "deep" / "folder"
     _write(path, "old")
     command = [sys.executable, "-c", _KILLED, str(path)]
-    assert subprocess.run(command, cwd=_REPOSITORY, timeout=50, check=False).returncode == -9
+    assert subprocess.run(command, cwd=_REPOSITORY, timeout=200, check=False).returncode == -9
     assert (path / "content").read_text() == "old"
     assert (tmp_path / "deep" / ".folder.infinity-saving").exists()
     _write(path, "newer")
@@ -322,7 +322,7 @@ def test_what_a_killed_process_was_making_is_removed_by_the_next_save_beside_it(
 ) -> None:
     """Checkpoints of a series have names of their own, so nobody saves to that of the killed one again."""
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "step1")]
-    assert subprocess.run(command, cwd=_REPOSITORY, timeout=50, check=False).returncode == -9
+    assert subprocess.run(command, cwd=_REPOSITORY, timeout=200, check=False).returncode == -9
     left = tmp_path / ".step1.infinity-saving"
     assert left.is_dir()
     others = [tmp_path / name for name in ("others.infinity-saving", ".others.saving", ".link.infinity-saving")]
@@ -356,7 +356,7 @@ def test_what_another_process_is_making_stays(tmp_path: Path) -> None:
         _write(tmp_path / "step2", "mine")
         assert (tmp_path / ".step1.infinity-saving" / "content").is_file()
         other.stdin.close()
-        assert other.wait(timeout=50) == 0
+        assert other.wait(timeout=200) == 0
     found = {path.name: (path / "content").read_text() for path in tmp_path.iterdir()}
     assert found == {"step1": "of another process", "step2": "mine"}
 

@@ -43,7 +43,7 @@ def test_a_checkpoint_shares_the_blocks_of_the_swap_files(
         with held_up(run):
             save_behind(run, point / "saved")
             (save,) = run.engine._runtime.saver._saves
-        save.ticket.wait(60)
+        save.ticket.wait(100)
         assert set(save.copier.nbytes) == {CopyMethod.REFLINK}
         assert save.copier.nbytes[CopyMethod.REFLINK] > 200_000
         found += run.train(2, 4)

@@ -293,14 +293,14 @@ def test_prometheus_file_parses(tmp_path: Path) -> None:
 def test_prometheus_server_answers_here_and_stops() -> None:
     server = PrometheusServer()
     server.write(1, ROW)
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=100) as answer:
         assert "infinity_nvme_read_bytes_total 5.0" in answer.read().decode()
     with pytest.raises(infinity.ConfigError, match="choose another"):
         PrometheusServer(server.port)
     server.close()
     server.close()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=100)
 
 
 def test_bad_files_are_refused_and_what_was_opened_is_closed(tmp_path: Path) -> None:

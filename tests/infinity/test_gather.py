@@ -59,7 +59,7 @@ def _upload_everything_ahead(engine: infinity.Engine) -> None:
         """Only to know that the loop has heard of everything before."""
 
     runtime = engine._runtime
-    assert runtime.io.submit(nothing(), "nothing").wait(10.0)
+    assert runtime.io.submit(nothing(), "nothing").wait(100)
     for group in runtime.groups:
         assert group in runtime.resident_groups or runtime.gatherer.upload_ahead(group, Phase.BACKWARD)
 

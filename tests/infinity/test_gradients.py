@@ -236,7 +236,7 @@ class _SlowToTell:
 
     def submit_write(self, key: str, *args: object, **kwargs: object) -> Ticket:
         self.tickets.append(Ticket(key))
-        self.tickets[-1].add_done_callback(lambda _: self.goes_on.wait(20))
+        self.tickets[-1].add_done_callback(lambda _: self.goes_on.wait(100))
         return self.tickets[-1]
 
 
@@ -250,7 +250,7 @@ def test_a_write_is_under_way_until_its_memory_is_back() -> None:
     bench.sink.settle(first)
     worker = threading.Thread(target=store.tickets[0].set_done)
     worker.start()
-    assert store.tickets[0].wait(20)
+    assert store.tickets[0].wait(100)
     looks: list[None] = []
 
     def look() -> None:

@@ -13,7 +13,7 @@ from infinity.io_loop import IoLoop
 from storage.errors import ClosedError, ReadError
 from storage.types import Ticket
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 @pytest.fixture

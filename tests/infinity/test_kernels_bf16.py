@@ -341,7 +341,7 @@ def test_kernel_for_passes_the_threads_on() -> None:
 
 
 def test_parts_run_side_by_side_on_named_threads() -> None:
-    barrier = threading.Barrier(3, timeout=30)
+    barrier = threading.Barrier(3, timeout=100)
     names = []
 
     def part() -> None:

@@ -52,7 +52,7 @@ def start(folder: Path, **environment: str) -> tuple[dict[str, Any], str]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -138,7 +138,7 @@ def test_the_gil_is_free_while_a_kernel_runs(build: Callable[[], Callable[[], No
     try:
         worker.start()
         stop.set()
-        worker.join(timeout=50)
+        worker.join(timeout=200)
     finally:
         sys.setswitchinterval(before)
     assert not worker.is_alive()

@@ -17,7 +17,7 @@ from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.types import Ticket
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 class Bench:

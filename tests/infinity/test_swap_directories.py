@@ -155,7 +155,7 @@ def test_a_temporary_directory_does_not_survive_the_process(temporary: Path) -> 
         [sys.executable, "-c", program, str(temporary)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=True,
         cwd=ROOT,
     )
@@ -208,7 +208,7 @@ print(folder.is_dir())
         env=os.environ | {"TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr

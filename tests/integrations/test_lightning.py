@@ -295,7 +295,6 @@ def test_one_module_and_one_fit_for_a_strategy(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_devices_share_the_state(tmp_path: Path) -> None:
     """The example with `--devices 2`, which starts the second process itself, and under torchrun."""
     from tests.examples.test_examples import EXAMPLES, losses, run

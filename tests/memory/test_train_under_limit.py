@@ -34,7 +34,6 @@ def _check_terms(report: dict[str, object], limit_nbytes: int) -> None:
     assert report["peak_rss_bytes"] <= limit_nbytes
 
 
-@pytest.mark.timeout(180)
 def test_tiny_model_under_a_limit(tmp_path: Path) -> None:
     limit_nbytes = 700 * _MIB
     report = _train(["--preset", "tiny", "--precision", "fp32", "--steps", "3"], limit_nbytes, tmp_path, timeout_s=150)

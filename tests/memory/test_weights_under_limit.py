@@ -58,7 +58,6 @@ def _through(folder: Path, layers: int, limit_nbytes: int, size: str) -> tuple[d
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_few_layers_under_a_limit(tmp_path: Path) -> None:
     _through(tmp_path, 3, 1024 * _MIB, "100MB")
 

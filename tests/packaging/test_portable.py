@@ -9,7 +9,7 @@ import pytest
 
 import infinity
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each starts a process that loads torch
+pytestmark = pytest.mark.slow  # each starts a process that loads torch
 
 ROOT = Path(infinity.__file__).parent.parent
 # What `os` and `mmap` of Python on macOS do not have.

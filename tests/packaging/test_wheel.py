@@ -109,6 +109,6 @@ def test_a_checkout_does_not_hide_the_package_from_a_script_beside_it(sdist: Pat
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "mine.py", str(site)]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}/infinity/infinity/__init__.py\n"), done.stderr

@@ -91,7 +91,7 @@ def _read(engine: infinity.Engine, key: str, nbytes: int) -> Tensor:
     assert store is not None
     memory = memoryview(mmap.mmap(-1, nbytes))
     ticket = store.submit_read(key, memory, tag=TrafficTag("test", -1))
-    assert ticket.wait(10)
+    assert ticket.wait(100)
     ticket.result()
     return torch.frombuffer(memory, dtype=torch.uint8)
 

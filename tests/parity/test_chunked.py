@@ -15,6 +15,7 @@ import infinity
 from infinity.checkpoint.format import GRADIENT
 from infinity.checkpoint.reader import CheckpointReader
 from tests.conftest import MakeEngine
+from tests.leaks import check_given_back
 from tests.parity.loops import (
     Loop,
     assert_parity,
@@ -227,8 +228,7 @@ def test_a_waiting_gradient_is_loaded_in_chunks_or_not_at_all(
         engine.load(tmp_path / "saved")
     assert VOCAB * 37 < sum(sizes) < 2 * VOCAB * 37  # it ended in the middle
     assert not [group for group in engine._runtime.sink.pending() if group.key == "embed/float32"]
-    engine._runtime.sink.check_writes()  # of the chunks before it: they hold their memory until they have landed
-    assert engine._runtime.budgets["passage"].used_nbytes == 0
+    check_given_back(engine._runtime.budgets["passage"])  # writes of the chunks before it hold some until they land
 
 
 @pytest.mark.parametrize("device", DEVICES)

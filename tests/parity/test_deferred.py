@@ -61,7 +61,7 @@ def _hear(engine: infinity.Engine) -> None:
     async def nothing() -> None:
         pass
 
-    engine._runtime.io.submit(nothing(), "nothing").wait(10.0)
+    engine._runtime.io.submit(nothing(), "nothing").wait(100)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -154,7 +154,7 @@ class Waiting(Net):
 
     def _stop(self) -> None:
         self.arrived.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(100)
 
 
 def _in_thread(function: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
@@ -186,14 +186,14 @@ def test_a_second_thread_inside_the_model_is_refused(offload: MakeEngine, where:
     losses = [train(model, optimizer, 0)]
     model.stops_in = where
     thread, raised = _in_thread(lambda: losses.append(train(model, optimizer, 1)))
-    assert model.arrived.wait(20)
+    assert model.arrived.wait(100)
     with pytest.raises(infinity.IterationError, match="An engine serves one thread at a time"):
         if second == "model":
             model(batch(7))
         else:
             model.blocks[3](torch.randn(2, 37))
     model.go_on.set()
-    thread.join(20)
+    thread.join(100)
     assert not raised
     losses.append(train(model, optimizer, 2))
     assert losses == expected
@@ -209,10 +209,10 @@ def test_threads_may_take_turns(offload: MakeEngine) -> None:
     model.get_submodule("blocks.1").register_forward_hook(bomb)
     bomb.is_armed = True
     thread, raised = _in_thread(lambda: train(model, optimizer, 0))
-    thread.join(20)
+    thread.join(100)
     assert [type(error) for error in raised] == [KeyboardInterrupt]
     thread, raised = _in_thread(lambda: train(model, optimizer, 0))
-    thread.join(20)
+    thread.join(100)
     assert not raised
     train(model, optimizer, 1)
 

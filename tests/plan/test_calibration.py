@@ -162,7 +162,6 @@ def test_folders_that_are_not_there_are_refused(state: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # it measures for half a minute, on a quiet machine
 def test_this_machine_is_measured_and_a_plan_uses_it(tmp_path: Path, state: Path) -> None:
     target = tmp_path / "calibration.json"
     code, output, error = call("plan", "--calibrate", "--nvme", tmp_path, "--json", target)

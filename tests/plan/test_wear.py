@@ -91,7 +91,7 @@ def test_processes_may_count_at_the_same_time(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(50)
+        process.join(200)
     assert [process.exitcode for process in processes] == [0, 0]
     assert WearLedger(path).written_nbytes("a") == 100
 

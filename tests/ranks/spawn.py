@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent.parent
-_TIMEOUT_S = 150.0
+_TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True)

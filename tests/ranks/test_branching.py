@@ -25,8 +25,6 @@ from tests.ranks.branching import (
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
-
 
 @pytest.mark.parametrize("schedule", ["synchronous", pytest.param("overlapped", marks=pytest.mark.slow)])
 def test_ranks_take_different_branches(tmp_path: Path, schedule: str) -> None:

@@ -12,7 +12,6 @@ from tests.ranks.checkpoints import load_each, save_behind, stored_tensors, trai
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 
-pytestmark = pytest.mark.timeout(300)  # every process imports torch
 Saved = dict[int, tuple[Path, list[Any]]]
 
 

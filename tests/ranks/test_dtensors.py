@@ -12,7 +12,6 @@ from tests.ranks.spawn import run_ranks, values
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_ranks_write_and_read_dtensors(tmp_path: Path) -> None:
     assert values(run_ranks(save_and_load, 2, tmp_path / "ranks", tmp_path / "saved")) == [True, True]
     with CheckpointReader(tmp_path / "saved") as checkpoint:

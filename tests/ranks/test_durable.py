@@ -9,8 +9,6 @@ import pytest
 from tests.ranks.durable import KILLED_AT, resume, train_until_killed
 from tests.ranks.spawn import run_ranks, values
 
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
-
 
 @pytest.mark.parametrize(
     ("stage", "points"),

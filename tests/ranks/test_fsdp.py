@@ -9,8 +9,6 @@ import pytest
 from tests.ranks.fsdp import STEPS, train_beside_torch
 from tests.ranks.spawn import run_ranks, values
 
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
-
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_another_line_and_the_same_bits(tmp_path: Path, size: int) -> None:

@@ -14,7 +14,6 @@ from tests.ranks.spawn import run_ranks, values
 from tests.ranks.test_training import assert_traffic_is_the_closed_form, shares_by_case
 from tests.ranks.training import Case, Outcome, assert_as_whole, assert_same_bits, train_whole
 
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
 LARGE = Case(vocab=VOCAB, blocks=2, settings=SETTINGS)
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.ranks.nested import CASES, train_two_engines, train_whole
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_as_whole
-
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
 
 
 def test_an_engine_inside_the_model_of_another(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import pytest
 from tests.ranks.parallel import model_of, read_gradients_of_shards, train_two_by_two
 from tests.ranks.spawn import run_ranks, values
 
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"stage": 2}], ids=str)

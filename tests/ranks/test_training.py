@@ -22,7 +22,6 @@ from tests.ranks.jobs import (
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import STEPS, Case, Outcome, assert_as_whole, assert_same_bits, train_whole
 
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
 _TIGHT = {"host": {"budget": "400KiB"}, "device": {"kind": "cpu", "budget": "1MiB"}}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -12,8 +11,6 @@ from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 from tests.ranks.weights import Buffered, load_weights
 from tests.zoo import build
-
-pytestmark = pytest.mark.timeout(300)  # every process imports torch
 
 
 def test_every_rank_reads_its_share(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.whole import fail_to_read_and_write, read_and_write_hybrid, read_and_write_whole
 
-pytestmark = pytest.mark.timeout(200)  # every process imports torch
 _MADE = {"as saved", "exported", "saved"}  # and "swap", where host memory does not hold everything
 _ROOMY = {"host": {"budget": "64MiB"}}
 

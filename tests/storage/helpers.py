@@ -16,7 +16,7 @@ from storage.types import IoRequest, Op, Priority, Ticket, TrafficTag
 PAGE = 4096
 MIB = 1 << 20
 TAG = TrafficTag("param", 1)
-WAIT_S = 30.0
+WAIT_S = 100.0
 
 
 def finish(ticket: Ticket) -> None:

@@ -20,7 +20,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def run(folder: Path, point: int) -> tuple[int, list[str]]:
     """Its exit status, and the points it reached."""
     command = [sys.executable, "-m", "tests.storage.crashing", str(folder), str(point)]
-    ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert "Error" not in ended.stderr, ended.stderr
     return ended.returncode, ended.stdout.split("\n")[:-1]
 
@@ -42,7 +42,6 @@ def contents(step: int) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_killed_at_every_point(tmp_path: Path, pool: HostPool) -> None:
     reached: list[str] = []
     for point in range(100):

@@ -43,7 +43,6 @@ def turn(store: ShardStore, memory: memoryview, number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["direct", "aio", "buffered", "versioned"])
 def test_a_hundred_thousand_operations(
     request: pytest.FixtureRequest, tmp_path: Path, pool: HostPool, kind: str

@@ -210,7 +210,7 @@ def test_layers_tell_what_is_below(tmp_path: Path, make_file_system: MakeFileSys
         assert found.direct_problem is None
         _write_and_read(merged, pool, "direct")
     finally:
-        subprocess.run(["umount", str(merged)], check=True, timeout=30)
+        subprocess.run(["umount", str(merged)], check=True, timeout=200)
 
 
 def test_stopping_copies_says_why_it_cannot(tmp_path: Path, in_memory: Path) -> None:

@@ -40,7 +40,7 @@ with HostPool(1 << 20).lease(8192, "x") as lease:
             store.submit_write("key", lease.memory, tag=TrafficTag("x", 0)),
             store.submit_read("key", lease.memory, tag=TrafficTag("x", 0)),
         ):
-            assert ticket.wait(30)
+            assert ticket.wait(100)
             ticket.result()
         assert bytes(lease.memory) == bytes(range(256)) * 32
         if isinstance(store, VersionedStore):
@@ -58,7 +58,7 @@ def test_without_linux(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", "-c", _PROGRAM, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
         cwd=ROOT,
     )

@@ -33,8 +33,8 @@ def record(folder: Path, drives: int = 1) -> tuple[Path, Counter[str]]:
         try:
             for key in "abc":
                 store.create(key, 2 * MIB)
-                store.submit_write(key, lease.memory, tag=TAG).wait(20)
-                store.submit_read(key, lease.memory[:MIB], tag=TAG).wait(20)
+                store.submit_write(key, lease.memory, tag=TAG).wait(100)
+                store.submit_read(key, lease.memory[:MIB], tag=TAG).wait(100)
                 moved.update(write=2 * MIB, read=MIB)
         finally:
             store.close()
@@ -86,7 +86,7 @@ def test_fio_accepts_a_trace_and_moves_the_same_bytes(tmp_path: Path, drives: in
         cwd=target,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -105,7 +105,7 @@ def test_a_trace_that_cannot_be_written_ends_and_the_transfers_go_on(
         store.create("a", 4096)
         for _ in range(1000):  # more than is written at once
             ticket = store.submit_write("a", lease.memory, tag=TAG)
-            assert ticket.wait(20)
+            assert ticket.wait(100)
             ticket.result()
         store.close()
         log.close()
