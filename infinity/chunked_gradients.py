@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
+from infinity.chunk_order import spread_over_drives
 from infinity.devices.base import Device, DeviceBlock
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_spill import GradientSpill
@@ -67,7 +68,7 @@ class ChunkedGradients:
         """
         group = gradient.group
         peaks: dict[int, torch.Tensor] = {}
-        for chunk in self._chunks(gradient):
+        for chunk in spread_over_drives(self._chunks(gradient), self._passage.n_drives):
             pieces = [piece for piece in chunk.pieces if piece.slot in arrived]
             if not pieces:
                 continue
@@ -109,7 +110,7 @@ class ChunkedGradients:
             sums: measures what is in the swap file afterwards.
         """
         group, is_sum = gradient.group, gradient.is_filled
-        for chunk in self._chunks(gradient):
+        for chunk in spread_over_drives(self._chunks(gradient), self._passage.n_drives):
             with self._changing(gradient, chunk, step, reads=is_sum) as values:
                 place = group.in_grad(chunk)
                 at_nbytes = offset_nbytes + place.start * GRAD_DTYPE.itemsize

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from infinity.chunk_order import spread_over_drives
 from infinity.devices.base import Device, DeviceBlock
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
@@ -68,6 +69,11 @@ class Passage:
         self.mode = Mode.TRAIN
         self.step = 0
 
+    @property
+    def n_drives(self) -> int:
+        """Over which what passes is spread."""
+        return self._store.n_drives if self._store is not None else 1
+
     def fill(self, group: FlatGroup, block: DeviceBlock, own: torch.Tensor, *, offset_nbytes: int) -> None:
         """Bring this rank's shard to the device; returns when all of it is there.
 
@@ -89,7 +95,7 @@ class Passage:
         def read(chunk: Chunk, memory: memoryview) -> Ticket:
             return self._read(group, chunk, memory)
 
-        chunks = group.layout.cut(self.chunk_numel, group.param_span)
+        chunks = spread_over_drives(group.layout.cut(self.chunk_numel, group.param_span), self.n_drives)
         self.read_each(chunks, group.shard_dtype, read, upload, StallCause.NVME_READ)
 
     def _read(self, group: FlatGroup, chunk: Chunk, memory: memoryview) -> Ticket:

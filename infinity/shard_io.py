@@ -36,6 +36,9 @@ class ShardIo(Protocol):
     @property
     def submit_write(self) -> Submit: ...
 
+    @property
+    def n_drives(self) -> int: ...
+
     def promote(self, key: str) -> None: ...
 
 
@@ -49,6 +52,11 @@ class SimulatedIo(ABC):
     def __init__(self) -> None:
         self._orders: dict[str, KeyOrder] = {}
         self._submitted_s: dict[Operation, float] = {}
+
+    @property
+    def n_drives(self) -> int:
+        """As `storage.store.ShardStore.n_drives`."""
+        return 1
 
     @property
     def in_flight(self) -> int:

@@ -22,31 +22,33 @@ class SquareSums:
 
     def __init__(self, group: FlatGroup) -> None:
         self._layout = group.layout
-        self._sums: list[list[torch.Tensor]] = [[] for _ in group.layout.slots]
+        self._sums: list[list[tuple[int, torch.Tensor]]] = [[] for _ in group.layout.slots]  # with where they begin
 
     @torch.no_grad()
     def add(self, span: FlatSpan, values: torch.Tensor) -> None:
-        """Take in the elements of a span, which begins at a multiple of `BLOCK_NUMEL`; spans come in order.
+        """Take in the elements of a span, which begins at a multiple of `BLOCK_NUMEL`; spans come in any order.
 
         Args:
             values: 1-D, in host memory.
         """
         for piece in self._layout.pieces_in(span):
-            part = values[piece.start : piece.stop]
-            edge = align_up(span.start + piece.start, BLOCK_NUMEL) - span.start - piece.start
-            self._sums[piece.slot] += [_squares(part[:edge].view(1, -1))] if edge and part.numel() else []
+            part, first = values[piece.start : piece.stop], span.start + piece.start
+            sums, edge = self._sums[piece.slot], align_up(first, BLOCK_NUMEL) - first
+            if edge and part.numel():
+                sums.append((first, _squares(part[:edge].view(1, -1))))
             for start in range(min(edge, part.numel()), part.numel(), _BLOCKS_AT_A_TIME * BLOCK_NUMEL):
                 batch = part[start : start + _BLOCKS_AT_A_TIME * BLOCK_NUMEL]
                 whole = batch.numel() - batch.numel() % BLOCK_NUMEL
                 if whole:
-                    self._sums[piece.slot].append(_squares(batch[:whole].view(-1, BLOCK_NUMEL)))
+                    sums.append((first + start, _squares(batch[:whole].view(-1, BLOCK_NUMEL))))
                 if whole < batch.numel():
-                    self._sums[piece.slot].append(_squares(batch[whole:].view(1, -1)))
+                    sums.append((first + start + whole, _squares(batch[whole:].view(1, -1))))
 
     def totals(self) -> dict[int, torch.Tensor]:
         """By slot, 0-dim and fp64; zero where nothing was added."""
         nothing = torch.zeros((), dtype=torch.float64)
-        return {slot: torch.cat(sums).sum() if sums else nothing.clone() for slot, sums in enumerate(self._sums)}
+        ordered = [[part for _, part in sorted(sums, key=lambda sum_: sum_[0])] for sums in self._sums]
+        return {slot: torch.cat(sums).sum() if sums else nothing.clone() for slot, sums in enumerate(ordered)}
 
 
 def _squares(rows: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,11 @@ class ShardStore:
             return cls(space, closing.pop_all(), checksum=Checksum(options.checksum))
 
     @property
+    def n_drives(self) -> int:
+        """Over which keys are spread."""
+        return len(self._drives)
+
+    @property
     def progress(self) -> int:
         """Grows with every block that completes."""
         return sum(drive.backend.progress for drive in self._drives)

@@ -1,8 +1,8 @@
 """The update pipeline: read a chunk's state, run the kernel, write the new state and parameters behind it.
 
-Chunks go through in the order their groups were submitted, as many at a time as the pipeline's budget holds; while the
-kernel works on one chunk, the next is being read and the one before written. Each chunk is updated in place in the
-buffer it was read into, so nothing is copied.
+Groups go through in the order in which they were submitted, as many chunks at a time as the pipeline's budget holds;
+while the kernel works on one chunk, the next is being read and the one before written. Each chunk is updated in place
+in the buffer it was read into, so nothing is copied.
 
 If a host copy of the parameter shard is present it is updated in place and written from there, and the bytes that the
 backward read are not read again; otherwise the chunk's part of the shard is read together with its state.
@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 
+from infinity.chunk_order import spread_over_drives
 from infinity.gradients import gradient_key
 from infinity.groups import FlatGroup
 from infinity.link import LinkPatience
@@ -146,7 +147,8 @@ class UpdatePipeline:
             runs = [ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
             writes: list[Ticket] = []
             remaining = CountDown(len(runs), lambda: self._computed(update, copy, runs, writes))
-            tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining, arrival)) for run in runs]
+            ordered = spread_over_drives(runs, self._store.n_drives if self._store is not None else 1)
+            tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining, arrival)) for run in ordered]
             await asyncio.wait([arrival, *tasks])
             errors = [error for task in (arrival, *tasks) if (error := task.exception()) is not None]
             errors += [error for ticket in writes if (error := await _outcome(ticket)) is not None]

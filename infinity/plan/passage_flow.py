@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
+from infinity.chunk_order import spread_over_drives
 from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
+from infinity.layout import Chunk, FlatSpan
 from infinity.observe.stalls import StallCause
 from infinity.passage import DEPTH, release_after
 from infinity.plan.machinery import Machinery
@@ -29,7 +32,7 @@ class PassageFlow:
         """Bring a shard to the device."""
         size = group.shard_dtype.itemsize
         reading: deque[tuple[HostBlock, Ticket, int]] = deque()
-        for chunk in group.layout.cut(self._numel, group.param_span):
+        for chunk in self._chunks(group, group.param_span):
             if len(reading) == DEPTH:
                 await self._upload_first(group, reading)
             nbytes = chunk.numel * size
@@ -55,7 +58,7 @@ class PassageFlow:
         """Bring a gradient to the swap file; what is there is added to. The writes under way."""
         group, is_there = gradient.group, gradient.is_spilled
         writes = []
-        for chunk in group.layout.cut(self._numel, group.grad_span):
+        for chunk in self._chunks(group, group.grad_span):
             nbytes = chunk.numel * GRAD_DTYPE.itemsize
             buffer = await self._take(nbytes)
             if is_there:
@@ -73,6 +76,9 @@ class PassageFlow:
             writes.append(written)
         gradient.is_spilled = True
         return writes
+
+    def _chunks(self, group: FlatGroup, span: FlatSpan) -> Sequence[Chunk]:
+        return spread_over_drives(group.layout.cut(self._numel, span), self._machinery.store.n_drives)
 
     async def _take(self, nbytes: int) -> HostBlock:
         reservation = self._machinery.passage.request(nbytes, "chunk in transit")

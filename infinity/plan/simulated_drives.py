@@ -159,6 +159,10 @@ class SimulatedDrives(SimulatedIo):
         self.log: list[Moved] = []
         self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
 
+    @property
+    def n_drives(self) -> int:
+        return len(self.servers)
+
     def nbytes(self, op: Op, step: int) -> int:
         """Bytes of one step in one direction."""
         return sum(n for (way, _, at), n in self.traffic.items() if (way, at) == (op, step))

@@ -224,6 +224,8 @@ def test_the_last_update_ends_without_giving_memory_back(bench: Bench) -> None:
 class _SlowToTell:
     """A store whose write is over for a while before everybody who watches it has been told."""
 
+    n_drives = 1
+
     def __init__(self) -> None:
         self.goes_on = threading.Event()
         self.tickets: list[Ticket] = []

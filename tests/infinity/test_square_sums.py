@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.chunk_order import spread_over_drives
 from infinity.config import Precision
 from infinity.devices.cpu import CpuDevice
 from infinity.grouping import make_groups
@@ -31,7 +32,7 @@ def _group() -> FlatGroup:
 
 def _sums(group: FlatGroup, flat: torch.Tensor, chunk_numel: int, span: FlatSpan) -> list[float]:
     sums = SquareSums(group)
-    for chunk in group.layout.cut(chunk_numel, span):
+    for chunk in spread_over_drives(group.layout.cut(chunk_numel, span), 2):  # in the order in which they arrive
         sums.add(chunk.span, flat[chunk.start : chunk.stop])
     totals = sums.totals()
     return [totals[slot].item() for slot in range(len(group.layout.slots))]

@@ -82,6 +82,19 @@ def test_a_second_drive_makes_what_binds_faster() -> None:
     assert simulate(one).step_s / simulate(two).step_s == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_passes_in_chunks_keeps_two_drives_busy(schedule: Schedule) -> None:
+    """Its first half lies on one drive, its second half on the other: in order, one drive would wait for the other."""
+    shapes = [UnitShape((1024,)) for _ in range(3)]  # of 16 MiB
+    spare_nbytes, speeds = 24 << 20, replace(SPEEDS, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e12, kernel_s=1e-12)
+    two = [DriveModel(1e9, 1e9, duplex=1.0)] * 2
+    asked = {"schedule": schedule, "spare_nbytes": spare_nbytes, "speeds": speeds, "in_chunks": True}
+    scenario = make_scenario(shapes, drives=two, **asked)
+    assert scenario.placement.chunked == {0, 1, 2}
+    one = replace(scenario, drives=[DriveModel(2e9, 2e9, duplex=1.0)])
+    assert simulate(scenario).step_s <= 1.2 * simulate(one).step_s
+
+
 def test_compute_times_and_stalls_add_up_to_the_step() -> None:
     scenario = make_scenario(EIGHT, drives=[DriveModel(5e7, 5e7)])
     result = simulate(scenario)
