@@ -27,10 +27,12 @@ from hashlib import blake2b
 import torch
 import torch.distributed as dist
 
+from infinity.announcements import TELLS, record, refuse_mixed
 from infinity.bulletin import Bulletin
 from infinity.errors import RankError
 from infinity.layout import FlatSpan
 from infinity.ranks import Ranks
+from infinity.rendezvous import new_name
 from infinity.torch_compat import Channel, job_store
 from storage.forks import in_this_process
 
@@ -52,7 +54,7 @@ class Collectives:
         self.uses_nccl = device.type == "cuda"
         self._timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
-        name = _new_name(ranks)
+        name = new_name(ranks)
         self._channel = Channel(name, ranks.member, ranks.size, "cpu", timeout)
         self._row = self._column = self._channel
         if self.uses_nccl:
@@ -84,9 +86,23 @@ class Collectives:
             raise self._explain(error) from error
         return everyone.view(self.ranks.size, mine.numel())
 
+    def announce(self, first: int, *numbers: int) -> torch.Tensor:
+        """What every member says first; see `infinity.announcements`. Row m of the result is member m's record.
+
+        Raises:
+            RankError: as `exchange`; or others are somewhere else.
+        """
+        records = self.exchange(record(first, *numbers))
+        refuse_mixed(records.tolist(), self.ranks.members)
+        return records
+
     def exchange_bytes(self, mine: bytes) -> list[bytes]:
-        """What every member has to say, by number; of different sizes."""
-        sizes = self.exchange(torch.tensor([len(mine)]))
+        """What every member has to say, by number; of different sizes.
+
+        Raises:
+            RankError: as `announce`.
+        """
+        sizes = self.announce(TELLS, len(mine))[:, 1]
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         if not padded.numel():
             return [b""] * self.ranks.size
@@ -361,30 +377,6 @@ class Collectives:
             )
         self._broken = left
         return RankError(left)
-
-
-def exchange_early(ranks: Ranks, mine: str, timeout_s: float) -> list[str]:
-    """Texts of all members, before there is an engine; over the job's store.
-
-    Raises:
-        RankError: a rank is not there within the timeout.
-    """
-    store = job_store(f"{_new_name(ranks)}/early/")
-    store.set(str(ranks.member), mine)
-    keys = [str(member) for member in range(ranks.size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-        return [store.get(key).decode() for key in keys]
-    except RuntimeError as error:
-        raise RankError(
-            f"not all of ranks {list(ranks.members)} were there within {timeout_s:g} s (rank_timeout_s): {error}"
-        ) from error
-
-
-def _new_name(ranks: Ranks) -> str:
-    """A name for what one engine's ranks tell each other: who they are, and their how-manieth engine it is."""
-    name = f"infinity/{blake2b(repr(ranks.grid).encode(), digest_size=12).hexdigest()}"
-    return f"{name}/{job_store(name).add(f'engines of {ranks.member}', 1)}"
 
 
 def _slice(span: FlatSpan) -> slice:

@@ -168,7 +168,8 @@ class StatefulEngine(EngineParts):
             optimizer = mine
         beside = Beside(optimizer, scheduler, scaler, extra)
         ranks = self._meet(Want.SAVE, "the checkpoints to save", os.fspath(path))
-        self._accept_edits()
+        with (ranks or OneRank()).together(f"saving {os.fspath(path)}"):
+            self._accept_edits()
         if ranks is not None:
             save_over_ranks(self._runtime, self._updates, Path(path), beside, ranks, keep=keep, wait=wait)
         else:

@@ -46,7 +46,6 @@ class Want(IntEnum):
     WEAR = 30
 
 
-_VALUES = 3  # that a rank can bring to a boundary
 _TOGETHER = frozenset(want for want in Want if want >= Want.CLIP)
 _NAMES = {
     Want.GATHER: "needs parameters of {}",
@@ -154,6 +153,12 @@ class Lockstep:
             raise RankError(f"{what} differ between the ranks ({'; '.join(names)})")
         return [row[len(values) : len(values) + len(brings)] for row in brought]
 
+    def announce(self, first: int, *numbers: int) -> list[list[int]]:
+        """What all ranks say first, by member; see `infinity.announcements`."""
+        with self.stalls.charged(StallCause.RANKS):
+            records: list[list[int]] = self.collectives.announce(first, *numbers).tolist()
+        return records
+
     def exchange(self, mine: torch.Tensor) -> torch.Tensor:
         """Gather equal 1-D CPU tensors of all ranks after they have met; row m is member m's."""
         with self.stalls.charged(StallCause.RANKS):
@@ -170,10 +175,8 @@ class Lockstep:
             return self.collectives.exchange_bytes(mine)
 
     def _round(self, want: Want, index: int, flat: torch.Tensor | None = None, *values: int) -> list[list[int]]:
-        record = torch.zeros(2 + _VALUES, dtype=torch.int64)
-        record[: 2 + len(values)] = torch.tensor([want, index, *values])
         self.rounds += 1
-        asked: list[list[int]] = self.exchange(record).tolist()
+        asked = self.announce(want, index, *values)
         for kind, number in sorted({(row[0], row[1]) for row in asked if row[0] < Want.END_FORWARD}):
             askers = frozenset(member for member, row in enumerate(asked) if row[:2] == [kind, number])
             asks_it = (want, index) == (kind, number)

@@ -64,9 +64,9 @@ class AllRanks:
         """The same in bytes."""
         return self._lockstep.exchange_bytes(mine)
 
-    def exchange(self, mine: torch.Tensor) -> torch.Tensor:
-        """Equal 1-D CPU tensors of all ranks; row m is member m's."""
-        return self._lockstep.exchange(mine)
+    def announce(self, first: int, *numbers: int) -> list[list[int]]:
+        """What all ranks say first, by member; see `infinity.announcements`."""
+        return self._lockstep.announce(first, *numbers)
 
     def send(self, values: torch.Tensor, member: int) -> None:
         """Give a CPU tensor to a member, which receives it now."""

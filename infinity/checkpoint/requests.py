@@ -14,6 +14,7 @@ from enum import IntEnum
 
 import torch
 
+from infinity.announcements import ASKS_FOR_TENSORS, ENDS_ASKING, FAILS_ASKING
 from infinity.checkpoint.agreement import AllRanks
 from infinity.errors import CheckpointError, RankError
 
@@ -58,9 +59,9 @@ class Holdings:
 class _Turn(IntEnum):
     """What a rank says in a round."""
 
-    ASKS = 0
-    ENDED = 1
-    FAILED = 2
+    ASKS = ASKS_FOR_TENSORS
+    ENDED = ENDS_ASKING
+    FAILED = FAILS_ASKING
 
 
 class Requests:
@@ -114,8 +115,7 @@ class Requests:
         return all(row[0] == _Turn.ENDED for row in asked)
 
     def _say(self, turn: _Turn, request: Request = _NOTHING) -> list[list[int]]:
-        asked: list[list[int]] = self._ranks.exchange(torch.tensor([turn, *astuple(request)])).tolist()
-        return asked
+        return self._ranks.announce(turn, *astuple(request))
 
     def _move(self, asker: int, request: Request, into: torch.Tensor | None) -> None:
         """Bring elements to a rank; all ranks pass by here in the same order, so nobody waits for one that waits."""

@@ -13,12 +13,12 @@ import torch
 from infinity.checkpoint.format import INDEX_FILE
 from infinity.cli.ranks import Job, this_job
 from infinity.cli.train_options import TrainOptions
-from infinity.collectives import exchange_early
 from infinity.config import Config, DeviceKind, Durability
 from infinity.durable.notes import StoredRun, read_run
 from infinity.durable.together import agree_on_run
 from infinity.errors import CheckpointError, ConfigError
 from infinity.ranks import discover
+from infinity.rendezvous import exchange_early
 from infinity.swap_directories import directory_of_rank, folders_of_ranks
 from storage.durable import DURABLE_PREFIX, durable_folder
 

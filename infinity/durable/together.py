@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infinity.collectives import exchange_early
 from infinity.config import Config
 from infinity.durable.notes import RUN, StoredRun, StoredState, read_run
 from infinity.durable.restore import find_run
 from infinity.errors import CheckpointError, InfinityError
 from infinity.ranks import Ranks
+from infinity.rendezvous import exchange_early
 from infinity.swap_directories import directory_of_rank
 from storage.durable import DurableFolder, durable_folder
 from storage.errors import StorageError

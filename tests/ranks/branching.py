@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.checkpoint.agreement import AllRanks
+from infinity.checkpoint.requests import Holdings, requests
 from infinity.collectives import Collectives
+from infinity.lockstep import Want
 from infinity.torch_compat import job_store
 from tests.parity.loops import gathered_parameters
 from tests.ranks.jobs import rank_and_size
@@ -238,3 +241,22 @@ def receive_from_a_rank_that_keeps_silent(folder: Path) -> str:
             return said
         finally:
             impatient.close()
+
+
+def be_somewhere_else(folder: Path) -> list[str]:
+    """What both are told when one has failed, as nobody knows, and gone on to something else; then they go on."""
+    rank, _ = rank_and_size()
+    with infinity.offload(build(Net), make_config(folder / "swap", {"rank_timeout_s": 20.0})) as engine:
+        lockstep = engine._runtime.lockstep
+        assert lockstep is not None
+        ranks = AllRanks(lockstep)
+
+        def ask() -> None:
+            with requests(ranks, "asking", Holdings(lambda *_: (), lambda *_: torch.empty(0), lambda *_: None)):
+                return
+
+        places: list[Callable[[], object]] = [lambda: ranks.texts("fine"), ask, lambda: lockstep.meet(Want.STEP)]
+        pairs = [(0, 1), (2, 0), (1, 2)]
+        said = [_said(places[pair[rank]]) for pair in pairs]
+        lockstep.meet(Want.STEP)
+        return [*said, ranks.texts("still here")[1 - rank]]

@@ -149,3 +149,27 @@ def load_each(folder: Path, checkpoints: list[Path], settings: dict[str, Any]) -
             assert all(torch.equal(value, loaded[name]) for name, value in state_of(model, optimizer).items())
             found.append((loaded, go_on(model, optimizer)))
     return found
+
+
+def save_what_one_rank_refuses(folder: Path) -> dict[str, Any]:
+    """Inside a `gathered()` block in which one rank has edited what this schedule does not take in there."""
+    rank, _ = rank_and_size()
+    model = build(Net)
+    config = make_config(folder / "swap", TIGHT | {"schedule": "overlapped", "rank_timeout_s": 20.0})
+    with infinity.offload(model, config) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        with infinity.gathered(model.get_submodule("head")), torch.no_grad():
+            if rank == 1:
+                model.get_parameter("head.weight").add_(1.0)
+            said = ""
+            try:
+                engine.save(folder / "saved")
+            except (infinity.CheckpointError, infinity.IterationError) as error:
+                said = str(error)
+        losses = []
+        for step in range(2):  # the edit is taken in at the end of the block, and the run goes on
+            losses.append(backward(model, step))
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.save(folder / "saved")
+        return {"said": said, "losses": losses, "saved": (folder / "saved").exists()}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks.branching import (
+    be_somewhere_else,
     exchange_when_the_other_has_left,
     fail,
     fail_in_offload,
@@ -82,6 +83,16 @@ def test_an_exchange_that_has_failed_at_once_is_no_success(tmp_path: Path) -> No
     """What it would give is memory that nobody has written."""
     first, _ = values(run_ranks(exchange_when_the_other_has_left, 2, tmp_path))
     assert first.startswith("RankError: rank 1 has closed its engine or ended")
+
+
+def test_ranks_that_are_not_in_the_same_place_are_told(tmp_path: Path) -> None:
+    """What they send differs in size; their processes would end, or wait for each other."""
+    for *said, last in values(run_ranks(be_somewhere_else, 2, tmp_path)):
+        assert all(one.startswith("RankError: the ranks disagree: ranks [") for one in said)
+        assert "ranks [0] tell each other how something went" in said[0]
+        assert "ranks [1] ask each other for tensors" in said[0]
+        assert "ranks [0] are in a forward, a backward, a step" in said[1]
+        assert last == "still here"
 
 
 def test_a_rank_that_lives_and_keeps_silent_is_not_waited_for_for_ever(tmp_path: Path) -> None:

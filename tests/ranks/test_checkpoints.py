@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from infinity.checkpoint.reader import CheckpointReader
-from tests.ranks.checkpoints import load_each, save_behind, stored_tensors, train_and_save
+from tests.ranks.checkpoints import (
+    load_each,
+    save_behind,
+    save_what_one_rank_refuses,
+    stored_tensors,
+    train_and_save,
+)
 from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import assert_same_bits
 
@@ -53,6 +59,14 @@ def test_written_behind_training_on_all_ranks_or_none(tmp_path: Path, stage: int
         assert '"behind"' in seen["latest"]
         assert "lost" not in seen["latest"]
         assert seen["in the end"]
+
+
+def test_a_save_that_fails_on_one_rank_before_it_begins_fails_on_all(tmp_path: Path) -> None:
+    """They would wait for that one, and what it does next would meet their part of the save."""
+    first, second = values(run_ranks(save_what_one_rank_refuses, 2, tmp_path))
+    assert "failed on rank 1: IterationError: parameters of head" in first["said"]
+    assert "parameters of head" in second["said"]
+    assert first["saved"]
 
 
 @pytest.fixture(scope="module")
