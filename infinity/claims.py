@@ -70,7 +70,7 @@ class Claims:
         if not copy.ticket.done or not copy.claim():
             return None
         if not copy.ticket.done or copy.ticket.exception is not None:
-            copy.unclaim()
+            self.release(group)  # there, because whoever waits for the end of a claim is told, and the memory goes back
             return None
         self.waits["ready"] += 1
         return copy

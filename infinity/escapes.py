@@ -86,10 +86,17 @@ class Escapes:
                 yield from _tensors_in(space[name])
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """A tensor, or those of a short container, which may contain others."""
-    if isinstance(value, torch.Tensor):
+def _tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """A tensor, or those of a short container, which may contain others, and itself.
+
+    Told by the type: `isinstance` would ask the object that a proxy stands for, which may be gone.
+    """
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
         yield unbatched(value)
-    elif isinstance(value, (list, tuple, dict)) and len(value) <= _LONGEST:
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)
+    elif issubclass(kind, list | tuple | dict) and len(value) <= _LONGEST:
+        seen = set() if seen is None else seen
+        if id(value) not in seen:
+            seen.add(id(value))
+            for part in value.values() if issubclass(kind, dict) else value:
+                yield from _tensors_in(part, seen)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.checkpoint.load import stand_still
 from infinity.observe.shortages import report_of
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
@@ -29,7 +30,7 @@ from storage.errors import (
     SwapFullError,
     WriteError,
 )
-from storage.types import IoRequest, Op
+from storage.types import IoRequest, Op, Priority, TrafficTag
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import check_given_back, swap_folders
 from tests.mechanics.test_iterations import nothing_gathered, train
@@ -425,3 +426,45 @@ def test_no_room_at_the_start(tmp_path: Path) -> None:
     assert torch.equal(model(batch(0)), build(Net)(batch(0)))
     with infinity.offload(model, small_config(tmp_path)):
         pass
+
+
+def test_a_copy_that_fails_while_it_is_looked_at_gives_its_memory_back(
+    offload: MakeEngine, drive: Callable[[], FaultyBackend]
+) -> None:
+    """The loop hears of the failure between the claim and its end; nobody would look at the copy again."""
+    model, engine, optimizer = _make(offload, "synchronous")
+    train(model, optimizer, 0)
+    engine.metrics()
+    runtime, goes_on = engine._runtime, threading.Event()
+    stand_still(runtime)
+    copy = next(copy for copy in runtime.copies if not copy.pinned)
+    drive().inject(Fault.IO_ERROR, op=Op.READ, times=1)
+
+    async def read() -> None:
+        window = runtime.read_ahead._window
+        assert window.try_read(copy, Priority.READ_AHEAD, TrafficTag("param", 0))
+        goes_on.wait(20.0)  # the loop hears nothing until then
+
+    async def nothing() -> None:
+        return
+
+    reading = runtime.io.submit(read(), "reading")
+    while copy.ticket.exception is None:
+        assert not reading.done
+        copy.ticket.wait(0.01)
+    really_claim = copy.claim
+
+    def claim() -> bool:
+        is_claimed = really_claim()
+        goes_on.set()
+        assert runtime.io.submit(nothing(), "what was posted before").wait(20.0)
+        return is_claimed
+
+    copy.claim = claim  # type: ignore[method-assign]
+    assert runtime.gatherer.claims.try_take(copy.group) is None
+    copy.claim = really_claim  # type: ignore[method-assign]
+    assert runtime.io.submit(nothing(), "what was posted before").wait(20.0)
+    assert not copy.is_claimed
+    assert copy.block is None
+    train(model, optimizer, 1)
+    _assert_trained(model, [0, 1])

@@ -5,6 +5,7 @@ They met freed memory, which ends the process.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch.nn import functional
 import infinity
 from infinity.escapes import Escapes
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import BOTH, same
+from tests.mechanics.test_iterations import BOTH, same, train
 from tests.zoo import Block, Net, batch, build, loss_of
 
 
@@ -156,3 +157,20 @@ def test_long_containers_are_not_searched() -> None:
     module.many = [torch.ones(2, requires_grad=True) * 2 for _ in range(65)]  # type: ignore[assignment]
     module.few = [torch.ones(2, requires_grad=True) * 2 for _ in range(64)]  # type: ignore[assignment]
     assert len(list(Escapes(module)._kept())) == 64
+
+
+def test_proxies_and_containers_that_contain_themselves(offload: MakeEngine) -> None:
+    """A block may refer to what is around it, weakly, and be used when that is gone."""
+    model = build(Net)
+    block = model.get_submodule("blocks.1")
+    around = [torch.nn.Identity()]
+    links: dict[str, Any] = {"back": weakref.proxy(around[0])}
+    links["all"] = [links, links, [links]]
+    block.links = links  # type: ignore[assignment]
+    offload(model)
+    around.clear()
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    plain = build(Net)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for number in range(2):
+        assert train(model, optimizer, number) == train(plain, theirs, number)
