@@ -158,6 +158,7 @@ class Runtime:
         """Give back every lease and reservation, whatever fails. Only when no transfer is in flight any more."""
         with ExitStack() as closing:
             closing.callback(self._free_for_good)
+            closing.callback(self.pipeline.free)
             closing.callback(self.sink.close)
             closing.callback(self.read_ahead.give_up, ClosedError("the engine has been closed"))
             closing.callback(self.gatherer.close)

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,6 +78,7 @@ class UpdatePipeline:
         self._preserve = preserve
         self._tasks: set[asyncio.Task[None]] = set()
         self._arriving: set[asyncio.Task[None]] = set()  # gradients of updates that nobody deferred
+        self._unreleased: set[GroupUpdate] = set()  # lost, but their gradients may still come from the device
         self._read_priority = Priority.READ_AHEAD
         self._reading: dict[str, list[str]] = {}  # keys that a chunk is being read from, by the key of its record
         self.chunks_done = 0
@@ -343,9 +344,12 @@ class UpdatePipeline:
         if all(fence.done for fence in update.gradient.fences):
             update.gradient.release()
             return
-        task = asyncio.get_running_loop().create_task(self._release_arrived(update))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._unreleased.add(update)
+        with suppress(RuntimeError):  # no loop runs any more: `free` comes next
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(self._release_arrived(update))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _release_arrived(self, update: GroupUpdate) -> None:
         for fence in update.gradient.fences:
@@ -355,7 +359,13 @@ class UpdatePipeline:
                 self._on_failure(error)
                 if not fence.done:  # it may still write there
                     return
+        self._unreleased.discard(update)
         update.gradient.release()
+
+    def free(self) -> None:
+        """Give back what copies from the device have held that never ended; none is under way any more. Idempotent."""
+        while self._unreleased:
+            self._unreleased.pop().gradient.release()
 
 
 @dataclass(frozen=True, slots=True)
