@@ -149,7 +149,7 @@ class PartFileWriter:
                     if copier.copy(held.fds[drive], place + at, fd, into, size) is not CopyMethod.REFLINK:
                         copied.append((row.number_at(into), row.number_at(into + size - 1)))
                         _forget(held.fds[drive], place + at, size)
-                    pace.rest()
+                        pace.rest()
             digests = array("Q", bytes(_DIGEST_NBYTES * row.count))
             to_read = {number for first, last in copied for number in range(first, last + 1)}
             unread = []

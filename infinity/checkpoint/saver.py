@@ -226,6 +226,7 @@ class CapturedSave:
             if self._held is not None:
                 place = (self._held, run.source.key, run.source.offset)
                 is_shared &= file.writer.copy(run.joined.names[0], *place, self.copier, self.pace)
+                self._moved()
         if not is_shared:
             file.writer.read_back(self.pace)
             self._end(file.writer, entries)
