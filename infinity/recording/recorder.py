@@ -10,6 +10,9 @@ either; initialisers draw nothing for it. It is told by the name: the device of 
 
 [Note: which device a library finds] Libraries ask on which device tensors are made, by making an empty one, and leave
 their initialisation out where that is `meta`. It shall run and be recorded, so a tensor made of no data is a real one.
+
+[Note: arguments of distributions] `torch.distributions` looks whether the arguments of a distribution are valid, until
+something in the process is compiled: torch turns that off then. Here they count as valid from the start.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _CPU = torch.device("cpu")
 _COPIED_NBYTES = 1 << 20  # larger constants are kept, with a digest, not copied
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+_DISTRIBUTIONS = "torch.distributions"
+_CHECKS_OF_DISTRIBUTIONS = ((f"{_DISTRIBUTIONS}.distribution", "__init__"), (f"{_DISTRIBUTIONS}.constraints", "check"))
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _aten = torch.ops.aten
 _READS_VALUES = (_aten._local_scalar_dense, _aten.is_nonzero, _aten.equal, _aten.nonzero, _aten.masked_select)
@@ -234,6 +239,8 @@ class _LostFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == _IS_META:
             self._note_initialiser(args[0], sys._getframe(1))
+        elif func == torch.Tensor.__bool__ and args[0].is_meta and _checks_arguments(sys._getframe(1)):
+            return True
         elif func in _READS_MEMORY and origin_of(args[0]) is not None:
             raise _needs_values(func) if args[0].is_meta else _needs_order(func)
         elif func in _OF_DATA and _is_data(args, kwargs):
@@ -271,6 +278,11 @@ class _LostFunctions(TorchFunctionMode):
                 "infinity.empty_init(), or pass infinity.offload(..., init_fn=function)"
             )
         self._recorder.record_call(function, tensor, given)
+
+
+def _checks_arguments(caller: FrameType) -> bool:
+    """See [Note: arguments of distributions]."""
+    return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _CHECKS_OF_DISTRIBUTIONS
 
 
 def _is_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Thread
 from typing import Any
 
@@ -93,6 +93,34 @@ class SameState(nn.Module):
         self.first = nn.Parameter(torch.rand(5, generator=own))
         self.second = nn.Parameter(torch.rand(3))
         self.third = nn.Parameter(torch.rand(5, generator=own))
+
+
+class Sampled(nn.Module):
+    """First values from `torch.distributions`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        normal = torch.distributions.Normal(torch.zeros(5), torch.full((5,), 0.02))
+        self.weight = nn.Parameter(normal.sample((7,)))
+        self.bias = nn.Parameter(torch.distributions.Uniform(-1.0, 1.0).sample((5,)))
+        self.gate = nn.Parameter(torch.distributions.MultivariateNormal(torch.zeros(3), torch.eye(3)).sample())
+
+
+@pytest.fixture
+def validating(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether `torch.distributions` checks arguments; it no longer does once something was compiled in the process."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(request.param)
+    yield
+    torch.distributions.Distribution.set_default_validate_args(before)
+
+
+@pytest.mark.parametrize("validating", [True, False], indirect=True)
+@pytest.mark.usefixtures("validating")
+def test_distributions_are_recorded_whatever_ran_before(offload: MakeEngine) -> None:
+    test_same_values_as_ordinary_construction(offload, Sampled)
+    with infinity.empty_init(), pytest.raises(infinity.UnsupportedModelError, match="needs the values"):
+        bool(torch.distributions.Normal(0.0, 1.0).sample() > 0)
 
 
 @pytest.mark.parametrize("make", [Skipped, Lazy, Tried, Legacy, SameSeed, SameState])
