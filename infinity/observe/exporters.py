@@ -243,13 +243,14 @@ class MetricsLog(Closing):
         """A step is over.
 
         Args:
-            values: what the loop knows, for example `loss=loss.item()`.
+            values: what the loop knows, for example `loss=loss.item()`; of a tensor its one value is taken.
         """
         number, self._step = self._step, self._step + 1
         self._steps_since += 1
         if self._steps_since < self._every:
             return
-        row = {**values, **self._rates.take(steps=self._steps_since), **self._rates.counters}
+        given = {name: number_of(value) for name, value in values.items()}
+        row = {**given, **self._rates.take(steps=self._steps_since), **self._rates.counters}
         row.pop("step", None)  # of this engine; rows are numbered by the run
         self._steps_since = 0
         for sink in self._sinks:
@@ -260,6 +261,12 @@ class MetricsLog(Closing):
         with ExitStack() as closing:
             for sink in self._sinks:
                 closing.callback(sink.close)
+
+
+def number_of(value: float) -> float:
+    """A number as Python's, also where it is given as a tensor or a scalar of NumPy, which no file takes."""
+    item: Callable[[], float] | None = getattr(value, "item", None)
+    return value if item is None else item()
 
 
 def _growth(before: Values, now: Values, name: str) -> float:

@@ -47,7 +47,7 @@ def step_times(record: RunRecord) -> Any | None:
         figure.add_scatter(x=_steps(record), y=values, name=name, stackgroup="step", line=line)
     name, line = "everything else" if stalls else "step", {"width": 0.5, "color": SERIES[0]}
     figure.add_scatter(x=_steps(record), y=rest, name=name, stackgroup="step", line=line)
-    if (predicted := record.run.get("prediction", {}).get("step_seconds")) is not None:
+    if (predicted := (record.run.get("prediction") or {}).get("step_seconds")) is not None:
         figure.add_hline(y=predicted, line_dash="dash", annotation_text="predicted")
     return figure
 

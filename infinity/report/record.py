@@ -6,26 +6,21 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.report.schema import is_row, wrong_in_run, wrong_in_trace
+from infinity.report.states import RunState
+
+__all__ = ["METRICS_FILE", "RUN_FILE", "TRACE_FILE", "RunRecord", "RunState"]
 
 RUN_FILE, METRICS_FILE, TRACE_FILE = "run.json", "metrics.jsonl", "trace.json"
 _NEEDED = ("config", "model", "budgets")
 _MEASURED = ("losses", "step_seconds", "stalls", "traffic")
 _EXPECTED = "give the folder that `infinity train --record` or a RunRecorder was given, or the file of `train --json`"
+_WITHOUT = "remove it to see the rest of the run"
 _STALL_PREFIX, _STALL_SUFFIX = "stall/", "_s"
-
-
-class RunState(StrEnum):
-    """How far a run has come; see `infinity.cli.recording`."""
-
-    RUNNING = "running"
-    FAILED = "failed"
-    INTERRUPTED = "interrupted"
-    FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +62,8 @@ class RunRecord:
             raise ConfigError(
                 f"{file}: is not what `infinity train --json` writes (without {', '.join(missing)}); {_EXPECTED}"
             )
+        if (wrong := wrong_in_run(run)) is not None:
+            raise ConfigError(f"{file}: is damaged: {wrong}")
         steps = _read_lines(path / METRICS_FILE) if folder else []
         if not is_finished:
             run = _measured_by(steps, run.get("counters_at_start", {})) | run
@@ -109,20 +106,23 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """One object per line; the last line of a run that was killed may be cut off."""
+    """One object per line, up to one that is no row: the last line of a run that was killed may be cut off."""
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not is_row(row):
+            break
+        rows.append(row)
     return rows
 
 
@@ -130,7 +130,14 @@ def _read_trace(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     """Spans, and what tiers held."""
     if not path.exists():
         return [], []
-    rows = _read_json(path).get("traceEvents", [])
+    try:
+        trace = _read_json(path)
+        wrong = wrong_in_trace(trace)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_WITHOUT}") from error.__cause__
+    if wrong is not None:
+        raise ConfigError(f"{path}: is damaged: {wrong}; {_WITHOUT}")
+    rows = [row for row in trace.get("traceEvents", []) if isinstance(row, dict)]
     names = {
         (row["pid"], row["name"], row["tid"]): row["args"]["name"]
         for row in rows

@@ -26,10 +26,10 @@ from infinity.bench.machine import describe_machine
 from infinity.bridge.tier import StateTier
 from infinity.config import WearAction
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.json_text import json_text
 from infinity.observe.counters import by_prefix, drive_facts
-from infinity.observe.exporters import JsonLines
+from infinity.observe.exporters import JsonLines, number_of
 from infinity.observe.tolerant import TolerantSink
 from infinity.optim.base import OffloadedOptimizer
 from infinity.plan.wear_guard import WearGuard
@@ -82,8 +82,14 @@ class RunRecorder(Closing):
         self._began_s = time.perf_counter()
 
     def step(self, *, loss: float) -> None:
-        """A step is over, with this loss."""
-        now_s = time.perf_counter()
+        """A step is over, with this loss; of a tensor its one value is taken, which waits for it.
+
+        Raises:
+            InfinityError: the recorder is closed.
+        """
+        if self._is_closed:
+            raise InfinityError(f"the record of the run in {self._folder} is closed; make another RunRecorder")
+        loss, now_s = number_of(loss), time.perf_counter()
         self._losses.append(loss)
         self._seconds.append(now_s - self._began_s)
         self._began_s, self._counters = now_s, self._source.counters()

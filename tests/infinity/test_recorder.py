@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import infinity
+from infinity.observe.exporters import MetricsLog
 from infinity.plan.ledger import WearLedger
 from infinity.replacing import replaced_file
 from infinity.report.record import RunRecord, RunState
@@ -175,6 +180,24 @@ def test_a_run_whose_last_writes_fail_has_failed(tmp_path: Path) -> None:
     assert record.run["error"]["type"] == type(failure.value).__name__
     assert "Input/output error" in record.run["error"]["message"]
     assert 0 < record.run["traffic"]["total"]["nvme_write_bytes"] <= written
+
+
+def test_a_loss_may_be_a_tensor_and_a_closed_recorder_says_so(tmp_path: Path) -> None:
+    model = build(Net)
+    with infinity.offload(model, small_config(tmp_path)) as engine:
+        recorder = RunRecorder(infinity.AdamW(model.parameters()), tmp_path / "run")
+        log = MetricsLog(engine, [tmp_path / "log.jsonl", tmp_path / "log.csv"])
+        for loss in (torch.tensor(0.5, requires_grad=True), np.float32(0.25)):
+            recorder.step(loss=loss)  # type: ignore[arg-type]
+            log.step(loss=loss)  # type: ignore[arg-type]
+        recorder.close()
+        log.close()
+        with pytest.raises(infinity.InfinityError, match="is closed"):
+            recorder.step(loss=1.0)
+    assert RunRecord.load(tmp_path / "run").run["losses"] == [0.5, 0.25]
+    assert [json.loads(line)["loss"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [0.5, 0.25]
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [row["loss"] for row in rows] == ["0.5", "0.25"]
 
 
 def test_a_record_of_an_engine_that_is_closed_ends_with_the_last_step_and_holds_no_file(tmp_path: Path) -> None:

@@ -293,6 +293,64 @@ def test_the_rows_of_a_killed_run_are_read_to_the_last_whole_one(tmp_path: Path)
     assert len(RunRecord.load(tmp_path).steps) == 1
 
 
+_NO_ROWS = ("5", "null", "[1]", '"x"', "[" * 100_000, '{"loss": 1.0}', "\0", "counters", "seconds")
+
+
+@pytest.mark.parametrize("row", _NO_ROWS, ids=[row[:10] for row in _NO_ROWS])
+def test_rows_are_read_to_the_first_that_is_none(tmp_path: Path, row: str) -> None:
+    (tmp_path / RUN_FILE).write_text(json.dumps(run_of(3)))
+    rows = rows_of(3)
+    damaged = {"counters": {"counters": {"stall/nvme_read_s": None}}, "seconds": {"step_seconds": 0}}.get(row)
+    second = row if damaged is None else json.dumps(rows[1] | damaged)
+    (tmp_path / METRICS_FILE).write_text("\n".join([json.dumps(rows[0]), second, json.dumps(rows[2])]))
+    record = RunRecord.load(tmp_path)
+    assert [step["step"] for step in record.steps] == [0]
+    assert "<h1>Run " in page(record)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "where"),
+    [
+        ("losses", None, "losses: "),
+        ("losses", ["x"], "losses.0: "),
+        ("step_seconds", [None], "step_seconds.0: "),
+        ("stalls", {"link": "x"}, "stalls.link: "),
+        ("model", {}, "model.parameters: "),
+        ("budgets", [], "budgets: "),
+        ("state", "odd", "state: "),
+        ("traffic", {"per_step": [None]}, "traffic.per_step.0: "),
+        ("drives", [{}], "drives.0.directory: "),
+    ],
+)
+def test_a_damaged_run_is_refused_with_the_place(tmp_path: Path, key: str, value: object, where: str) -> None:
+    (tmp_path / RUN_FILE).write_text(json.dumps(run_of(2) | {key: value}))
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / RUN_FILE}: is damaged: {where}")):
+        RunRecord.load(tmp_path)
+
+
+_SPAN = {"ph": "X", "pid": 1, "tid": 1, "name": "n", "cat": "forward", "ts": 0.0, "dur": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("5", "no list of events"),
+        (json.dumps({"traceEvents": [_SPAN | {"cat": []}]}), "event 0: X.cat: "),
+        (json.dumps({"traceEvents": [{"ph": "o"}, _SPAN | {"dur": None}]}), "event 1: X.dur: "),
+        (json.dumps({"traceEvents": [{"ph": "C", "name": "host", "ts": 1, "args": {}}]}), "event 0: C.args.bytes: "),
+    ],
+)
+def test_a_damaged_trace_is_refused_with_the_way_out(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / RUN_FILE).write_text(json.dumps(run_of(2) | {"prediction": None}))
+    (tmp_path / TRACE_FILE).write_text(content)
+    with pytest.raises(ConfigError, match=rf"{tmp_path / TRACE_FILE}: .*{re.escape(why)}.*remove it to see the rest"):
+        RunRecord.load(tmp_path)
+    (tmp_path / TRACE_FILE).unlink()
+    assert "<h1>Run " in page(RunRecord.load(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [("{", "not valid JSON"), ("[]", "without config"), ('{"losses": []}', "without config")]
 )
