@@ -1,13 +1,16 @@
 """Infinity beside DeepSpeed ZeRO-Infinity and plain PyTorch in memory: the same model, batches, precision and disk.
 
     python -m benchmarks.peer_deepspeed --driver train_deepspeed.py --python .venv-ds/bin/python --directory DIR
-        [--size 110m | 396m] [--rounds 3] [--steps 5] [--host-budget 256MiB --device-budget 192MiB] [--json FILE]
+        [--size 110m | 396m] [--rounds 3] [--steps 5] [--host-budget 256MiB --device-budget 192MiB]
+        [--ladder 480MiB,640MiB,...] [--json FILE]
 
 DeepSpeed runs in its own virtual environment, under a driver that takes --mode, --swap, --hidden, ... and prints one
 JSON object. Parameters and optimizer state are on NVMe on both sides. Within a round everything runs once, in turn, in
 a process of its own: DeepSpeed with and without its pipelined optimizer swap, infinity with moments in fp32, bf16 and
 int8 (the latter two rounded at random, the same in every run), and plain PyTorch. Figures are medians over rounds, with
-the range; a run's figure is the median of its steps but the first. DeepSpeed's best setting is the one compared with.
+the range; a run's figure is the median of its steps but the first. Speed is compared with the faster of DeepSpeed's
+settings, peak memory with that one and with the one that takes least. `--ladder` adds runs of infinity with moments in
+fp32 and these host budgets. `--json` holds what has been measured by then.
 The losses of all steps are kept; how far each side's are from plain PyTorch's is the largest difference of any step.
 
 `--compute native` computes in bf16 on both sides, `fp32` from bf16 weights in fp32; the engine decides by what the CPU
@@ -38,6 +41,7 @@ from benchmarks.peer_model import PeerGpt, PeerShape, batches, first_values
 from infinity.bench.arguments import made_folder, result_file
 from infinity.bench.machine import describe_machine
 from infinity.devices.cpu import has_fast_bf16
+from infinity.replacing import replaced_file
 
 SIZES = {
     "tiny": PeerShape(hidden=256, layers=4, heads=4, vocab=2048, seq=64),
@@ -131,9 +135,9 @@ def cases(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[s
         finally:
             shutil.rmtree(swap, ignore_errors=True)
 
-    def ours(state_format: str) -> dict[str, Any]:
+    def ours(state_format: str, host_budget: str = options.host_budget) -> dict[str, Any]:
         given = {"size": options.size, "steps": options.steps, "directory": folder, "state-format": state_format}
-        given |= {"host-budget": options.host_budget, "device-budget": options.device_budget}
+        given |= {"host-budget": host_budget, "device-budget": options.device_budget}
         command = [sys.executable, "-m", "benchmarks.peer_deepspeed", "--ours"]
         command += [f"--{name}={value}" for name, value in given.items()]
         return run_child(command, {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}, log)
@@ -142,6 +146,7 @@ def cases(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[s
         "infinity": partial(ours, "fp32"),
         "infinity bf16 moments": partial(ours, "bf16"),
         "infinity int8 moments": partial(ours, "int8"),
+        **{f"infinity {budget}": partial(ours, "fp32", budget) for budget in options.ladder},
         "deepspeed": partial(deepspeed),
         "deepspeed pipelined": partial(deepspeed, "--pipeline"),
         _PLAIN: lambda: run_child([*driver, "--mode", "torch"], {}, log),
@@ -166,11 +171,12 @@ def figures_of(report: dict[str, Any], tokens: int) -> dict[str, float]:
     }
 
 
-def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All rounds, and how the sides compare."""
+def compare(options: argparse.Namespace, folder: Path, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All rounds, and how the sides compare. `note` gets what has been found after every run."""
     shape = SIZES[options.size]
     rounds: dict[str, list[dict[str, float]]] = {}
     losses: dict[str, list[float]] = {}
+    found: dict[str, Any] = {}
     for number in range(options.rounds):
         for name, case in cases(options, shape, folder).items():
             report = case()
@@ -178,6 +184,13 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             rounds.setdefault(name, []).append(figures)
             losses[name] = report["loss"]
             print(f"round {number + 1}: {name}: { {k: round(v, 4) for k, v in figures.items()} }", flush=True)
+            found = summary(rounds, losses)
+            note(found)
+    return found
+
+
+def summary(rounds: dict[str, list[dict[str, float]]], losses: dict[str, list[float]]) -> dict[str, Any]:
+    """Median and range of every side's figures, and how the sides compare."""
     sides = {
         name: {
             figure: {
@@ -194,10 +207,11 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def ratios(sides: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """By side of ours: over the fastest of DeepSpeed's settings, and over plain PyTorch in memory."""
+    """By side of ours: over DeepSpeed's fastest setting and its smallest, and over plain PyTorch in memory."""
     peers = [figures for name, figures in sides.items() if name.startswith("deepspeed")]
-    best = max(peers, key=lambda figures: figures["tokens_per_s"], default=None)
-    others = {"deepspeed": best, "in_memory": sides.get(_PLAIN)}
+    fastest = max(peers, key=lambda figures: figures["tokens_per_s"], default=None)
+    smallest = min(peers, key=lambda figures: figures["peak_rss_bytes"], default=None)
+    others = {"deepspeed": fastest, "smallest_deepspeed": smallest, "in_memory": sides.get(_PLAIN)}
     return {
         name: {
             f"{figure}_over_{other}": figures[figure] / theirs[figure]
@@ -234,6 +248,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compute", choices=["auto", "fp32", "native"], default="auto")
     parser.add_argument("--host-budget", default="256MiB", help="of infinity")
     parser.add_argument("--device-budget", default="192MiB", help="of infinity")
+    parser.add_argument("--ladder", type=lambda text: text.split(","), default=[], help="more host budgets of infinity")
     parser.add_argument("--state-format", default="fp32", help="with --ours")
     parser.add_argument("--only", help="names of sides, with commas between them")
     parser.add_argument(
@@ -250,21 +265,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def report_of(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
+    """What was found, with what it depends on."""
+    names = ("size", "rounds", "steps", "compute", "host_budget", "device_budget")
+    settings = {name: str(getattr(options, name)) for name in names}
+    return {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
+
+
 def main() -> None:
     options = parse()
+
+    def note(found: dict[str, Any]) -> None:
+        if options.json is not None:
+            with replaced_file(options.json) as file:
+                file.write(json.dumps(report_of(options, found), indent=2) + "\n")
+
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         if options.ours:
             print(json.dumps(train_ours(options, SIZES[options.size], Path(folder))))
             return
-        found = compare(options, Path(folder))
-    settings = {
-        name: str(value) for name, value in vars(options).items() if name in ("size", "rounds", "steps", "compute")
-    }
-    settings |= {"host_budget": options.host_budget, "device_budget": options.device_budget}
-    report = {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
-    print(json.dumps(report, indent=2))
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+        found = compare(options, Path(folder), note)
+    print(json.dumps(report_of(options, found), indent=2))
 
 
 if __name__ == "__main__":

@@ -88,6 +88,8 @@ def test_every_side_of_ours_beside_the_best_peer_and_memory() -> None:
     assert found["infinity bf16 moments"] == {
         "tokens_per_s_over_deepspeed": 3.0,
         "peak_rss_bytes_over_deepspeed": 0.25,
+        "tokens_per_s_over_smallest_deepspeed": 3.6,
+        "peak_rss_bytes_over_smallest_deepspeed": 0.5,
         "tokens_per_s_over_in_memory": 0.6,
         "peak_rss_bytes_over_in_memory": 0.2,
     }
@@ -104,6 +106,13 @@ def test_all_formats_of_moments_are_compared(tmp_path: Path) -> None:
     options = parse_peer(["--driver", "train.py", "--python", "python", "--directory", str(tmp_path)])
     found = list(sides_of(options, SIZES["tiny"], tmp_path))
     assert found[:3] == ["infinity", "infinity bf16 moments", "infinity int8 moments"]
+
+
+def test_a_ladder_adds_budgets_and_keeps_the_other_sides(tmp_path: Path) -> None:
+    given = ["--driver", "train.py", "--python", "python", "--directory", str(tmp_path)]
+    plain, ladder = parse_peer(given), parse_peer([*given, "--ladder", "480MiB,640MiB"])
+    added = set(sides_of(ladder, SIZES["tiny"], tmp_path)) - set(sides_of(plain, SIZES["tiny"], tmp_path))
+    assert added == {"infinity 480MiB", "infinity 640MiB"}
 
 
 def test_folders_are_made_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
