@@ -72,10 +72,11 @@ def main() -> int:
 
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as result:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        map_large_blocks()
         torch.set_num_threads(given["threads"])
         try:
-            run = train_plain(training_from_json(given["training"]), check)
+            training = training_from_json(given["training"])
+            map_large_blocks(training)
+            run = train_plain(training, check)
         except (KeyboardInterrupt, AbandonedError):
             return EXIT_INTERRUPTED
         json.dump(asdict(run), result)

@@ -53,7 +53,7 @@ def train(options: TrainOptions) -> None:
     recording = Recording(options.record, options.json)
     recording.open(open_report(settings))
     try:
-        map_large_blocks()
+        map_large_blocks(settings.training)
         text = load_training_text(settings.training)
         with deferred():  # the first step of a process loads much of torch
             warm_up(settings.training, settings.config.precision, settings.config.state_format)
