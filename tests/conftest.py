@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +21,19 @@ _CHECKED = ("infinity", "parity", "mechanics", "faults", "memory")
 MakeEngine = Callable[..., infinity.Engine]
 
 
-def _is_checked(path: Path, folders: tuple[str, ...] = _CHECKED) -> bool:
+def pytest_configure() -> None:
+    """One thread of torch, here and in the processes that tests start.
+
+    The models are small, and threads that wait for each other after every operation take five times the processor time,
+    and much longer than that where other processes want the processors too.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def _is_checked(path: Path) -> bool:
     here = Path(__file__).parent
-    return path.is_relative_to(here) and path.relative_to(here).parts[0] in folders
+    return path.is_relative_to(here) and path.relative_to(here).parts[0] in _CHECKED
 
 
 @pytest.fixture(autouse=True)
@@ -34,16 +45,6 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     before = LeakCheck.take()
     yield
     before.check(_folders_of(request))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whole training runs use one thread of torch: the models are small, and other tests may run beside."""
-    threads = torch.get_num_threads()
-    if _is_checked(request.node.path, ("parity", "mechanics", "faults")):
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _folders_of(request: pytest.FixtureRequest) -> list[Path]:
