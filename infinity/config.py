@@ -336,7 +336,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings = reader(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # both decoders and the text encoding report this way, with line and column
+    except (ValueError, RecursionError) as error:  # of both decoders, with line and column, and of the text encoding
         raise ConfigError(f"{path}: not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: the file holds {type(settings).__name__}; allowed: an object of settings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
 
@@ -18,6 +19,8 @@ def make_console() -> Console:
     """A console on standard output; colours only on a terminal. Of several ranks the first prints."""
     quiet = not this_job().is_first
     console = Console(highlight=False, quiet=quiet)
+    if isinstance(console.file, io.TextIOWrapper) and console.file.errors == "strict":
+        console.file.reconfigure(errors="replace")  # a path that the terminal cannot show is no reason to end a run
     return console if is_terminal(console) else Console(highlight=False, width=_PLAIN_WIDTH, quiet=quiet)
 
 

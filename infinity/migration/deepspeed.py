@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: the file holds {type(settings).__name__}; DeepSpeed's settings are an object")

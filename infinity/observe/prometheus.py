@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _ENGINE = re.compile(r"^(nvme|link|ranks|stall|readahead|order|optimizer)/")  # what else is there, loops pass in
 _GAUGES = re.compile(r"held|capacity|file_bytes|per_s$|per_block$")
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_OWN_LABELS = ("drive", "cause")
 _DRIVE = re.compile(r"^nvme/drive(\d+)/(.+)$")
 _STALL = re.compile(r"^stall/(.+)_(s|count)$")
 
@@ -63,6 +65,12 @@ def _registry(labels: Mapping[str, str]) -> tuple[CollectorRegistry, _Collector]
         from prometheus_client import CollectorRegistry
     except ImportError as error:
         raise ConfigError("metrics for Prometheus need a package: pip install prometheus-client") from error
+    for name in labels:
+        if not _LABEL.fullmatch(name) or name in _OWN_LABELS:
+            raise ConfigError(
+                f"label {name!r}: allowed: letters, digits and underscores, not starting with a digit; "
+                f"{' and '.join(_OWN_LABELS)} are taken by the counters"
+            )
     collector = _Collector(labels)
     registry = CollectorRegistry()
     registry.register(collector)
@@ -77,7 +85,7 @@ class PrometheusFile:
         labels: added to every value, for example `{"rank": "0"}`.
 
     Raises:
-        ConfigError: prometheus-client is not installed, or the directory is not there.
+        ConfigError: prometheus-client is not installed, the directory is not there, or a label cannot be one.
     """
 
     def __init__(self, path: StrPath, labels: Mapping[str, str] | None = None) -> None:
@@ -105,7 +113,7 @@ class PrometheusServer:
         labels: added to every value.
 
     Raises:
-        ConfigError: prometheus-client is not installed, or the port is taken.
+        ConfigError: prometheus-client is not installed, the port is taken, or a label cannot be one.
     """
 
     def __init__(self, port: int = 0, labels: Mapping[str, str] | None = None) -> None:
@@ -114,8 +122,9 @@ class PrometheusServer:
 
         try:
             self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-        except OSError as error:
-            raise ConfigError(f"port {port} on 127.0.0.1: {error.strerror or error}; choose another, or 0") from error
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"port {port} on 127.0.0.1: {why}; choose another, or 0") from error
         self.port: int = self._server.server_port
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

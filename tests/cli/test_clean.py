@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infinity.swap_directories import TEMPORARY_PREFIX
-from tests.cli.command import call, start
+from tests.cli.command import call, run, start
 
 _ABANDON = """
 import os, sys
@@ -84,6 +84,15 @@ def test_nothing_to_do(tmp_path: Path) -> None:
     code, output, _ = call("clean", tmp_path)
     assert code == 0
     assert "no swap folders" in output
+
+
+def test_a_terminal_that_cannot_show_a_path_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    folder = tmp_path / "größe"
+    folder.mkdir()
+    code, output, error = run("clean", folder)
+    assert (code, error) == (0, "")
+    assert "gr??e: no swap folders" in output
 
 
 def test_a_missing_folder_is_bad_usage(tmp_path: Path) -> None:

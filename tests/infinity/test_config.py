@@ -175,6 +175,7 @@ def test_load_toml_and_json_agree(tmp_path: Path) -> None:
         ("a.toml", '[device]\nbudgt = "1GiB"', ["device.budgt", "did you mean 'budget'"]),
         ("a.toml", "[device\nx = 1", ["not valid TOML", "line 1"]),
         ("a.json", "{", ["not valid JSON", "line 1"]),
+        pytest.param("a.json", "[" * 100_000, ["not valid JSON", "recursion"], id="nested too deep"),
         ("a.json", "[1]", ["holds list"]),
         ("a.yaml", "", ["allowed: .toml, .json"]),
         ("a.json", None, ["cannot be read: No such file"]),

@@ -295,8 +295,12 @@ def test_prometheus_server_answers_here_and_stops() -> None:
     server.write(1, ROW)
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=100) as answer:
         assert "infinity_nvme_read_bytes_total 5.0" in answer.read().decode()
-    with pytest.raises(infinity.ConfigError, match="choose another"):
-        PrometheusServer(server.port)
+    for port in (server.port, -1, 99_999):
+        with pytest.raises(infinity.ConfigError, match=rf"port {port} on 127\.0\.0\.1: .*choose another"):
+            PrometheusServer(port)
+    for label in ("1st", "a-b", "", "drive", "cause"):
+        with pytest.raises(infinity.ConfigError, match=f"label '{label}': allowed"):
+            PrometheusServer(labels={label: "x"})
     server.close()
     server.close()
     with pytest.raises(OSError, match="refused"):
