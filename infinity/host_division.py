@@ -11,6 +11,12 @@ A transfer takes time beside its bytes: it waits in queues, and the first and la
 groups (embeddings of a few rows, heads, single layers) cost as much of that as large ones and next to no memory, so
 everything of theirs comes to host memory first, smallest first, as long as that takes a small part of the minimum.
 A larger budget never takes it away again: a division in which fewer groups pass in chunks has to hold it as well.
+
+[Note: whole groups]
+A group that just fits, with a window that holds nothing but the shard in use, is waited for at every access, and a
+pipeline of one chunk reads, computes and writes by turns. That is slower than passing in chunks, which takes little
+memory and leaves the pipeline the rest. So groups are held whole from the budget on with which the next shard is read
+ahead and chunks of the pipeline overlap.
 """
 
 from __future__ import annotations
@@ -35,19 +41,16 @@ _GRADIENTS_AHEAD = 4  # gradients of so many units wait for their updates, so th
 def divide_host(request: Request, sizes: Sizes) -> HostDivision:
     """The division of the host budget in which as few groups as possible pass host memory in chunks; minimum only.
 
-    It holds small groups as well, see [Note: small groups]. Where none with them fits in the budget it is the one that
-    needs least.
+    It holds small groups and reads ahead as well, see [Note: small groups] and [Note: whole groups]. Where none that
+    does fits in the budget it is the one that needs least.
     """
     whole = HostDivision(request, sizes)
     small = small_groups(sizes, whole.minimum_nbytes // _SMALL_PART)
     divisions = [HostDivision(request, sizes.in_chunks(chunked), small) for chunked in chunkings(sizes)]
     smallest = min(divisions, key=lambda division: division.minimum_nbytes)
-    fitting = [d for d in divisions if d.minimum_nbytes + d.small_nbytes <= request.host_budget_nbytes]
-    chosen = next(iter(fitting), smallest)
+    chosen = next((d for d in divisions if d.flowing_nbytes <= request.host_budget_nbytes), smallest)
     chosen.smallest_nbytes = smallest.minimum_nbytes
-    chosen.whole_nbytes = whole.minimum_nbytes
-    if smallest.chunked:
-        chosen.whole_nbytes += divisions[0].small_nbytes
+    chosen.whole_nbytes = divisions[0].flowing_nbytes if smallest.chunked else whole.minimum_nbytes
     return chosen
 
 
@@ -73,6 +76,7 @@ class HostDivision:
         smallest_nbytes: of the one that needs least.
         whole_nbytes: of the one in which no group passes host memory in chunks.
         small_nbytes: beside the minimum, to hold small groups.
+        flowing_nbytes: with which small groups are held and the next shard is read ahead; see [Note: whole groups].
     """
 
     def __init__(self, request: Request, sizes: Sizes, small: Sequence[int] = ()) -> None:
@@ -104,6 +108,29 @@ class HostDivision:
         self.minimum_nbytes = sum(term.nbytes for term in self.terms())
         self.smallest_nbytes = self.whole_nbytes = self.minimum_nbytes
         self.small_nbytes = sum(self._added_nbytes(index) for index in self._small)
+
+    @property
+    def flowing_nbytes(self) -> int:
+        return self.minimum_nbytes + self.small_nbytes + self._spare_for_window(2)
+
+    def _spare_for_window(self, n_units: int) -> int:
+        """Of what is spare after small groups, as much as it takes for a window of so many working sets.
+
+        Before the window, the pipeline takes a third of what is spare, between a smallest and a largest size, and a
+        longer passage a quarter of the rest; see `_deepen_pipeline` and `_lengthen_passage`.
+        """
+        wanted = max(n_units * self._sizes.working_set_nbytes - self.window_nbytes, 0)
+        if self.chunked:
+            longest = max(self._longest_passage_nbytes() - self.passage_nbytes, 0)
+            wanted = min(-(-4 * wanted // 3), wanted + longest)
+        least, most = 0, 0
+        if self.pipeline_nbytes:
+            depth_nbytes = _PIPELINE_DEPTH * self._sizes.chunk_nbytes_per_element
+            least, most = (
+                max(depth_nbytes * numel - self.pipeline_nbytes, 0)
+                for numel in (self.chunk_numel, self._largest_chunk())
+            )
+        return min(max(wanted + least, -(-3 * wanted // 2)), wanted + most)
 
     def _added_nbytes(self, index: int) -> int:
         """What a group that is in host memory for good adds to the minimum."""
@@ -229,13 +256,14 @@ class HostDivision:
         """Longer chunks of what passes host memory, at most a quarter of what is spare."""
         if not self.chunked:
             return
-        largest = max(g.param_span.numel for g in self._request.groups if g.index in self.chunked)
         per_element = self._buffers_nbytes(1)
-        wanted = min(
-            _TARGET_PASSAGE_NBYTES, largest * per_element, self.passage_nbytes + max(self._left_nbytes(), 0) // 4
-        )
+        wanted = min(self._longest_passage_nbytes(), self.passage_nbytes + max(self._left_nbytes(), 0) // 4)
         self.passage_numel = max(self.passage_numel, align_down(wanted // per_element, SHARD_ALIGN_NUMEL))
         self.passage_nbytes = self._buffers_nbytes(self.passage_numel)
+
+    def _longest_passage_nbytes(self) -> int:
+        largest = max(g.param_span.numel for g in self._request.groups if g.index in self.chunked)
+        return min(_TARGET_PASSAGE_NBYTES, largest * self._buffers_nbytes(1))
 
     def _largest_chunk(self) -> int:
         if self._request.chunk_nbytes is not None:

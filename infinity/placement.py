@@ -37,7 +37,7 @@ class Placement:
         chunked: group indices whose shard and gradient pass host memory in chunks; see [Note: chunked groups].
         passage_numel: elements of such a chunk.
         host_minimum_nbytes: smallest host budget that works, with everything in chunks that can be.
-        host_whole_nbytes: smallest host budget with which nothing has to be.
+        host_whole_nbytes: smallest host budget with which nothing is; see [Note: whole groups] in host_division.py.
         local_size: ranks of this machine; the figures are those of one of them.
         stages_on_device: large parameters get their first values in device memory; see staging.py.
         is_durable: what is in host memory for good is written to the swap files too; see [Note: durable steps].
@@ -107,7 +107,7 @@ def make_placement(request: Request) -> Placement:
         host.notes.append(
             f"{len(host.chunked)} groups are too large for the host budget: they are not read ahead, but pass host "
             "memory in chunks when they are used, and so do their gradients. A host budget of "
-            f"{host.whole_nbytes * request.local_size} bytes holds any group whole"
+            f"{host.whole_nbytes * request.local_size} bytes holds any group whole, and reads the next one ahead"
         )
     host.give_out()
     nvme_nbytes = host.nvme_nbytes()

@@ -23,7 +23,7 @@ from storage.align import align_up
 _UNLIMITED_NBYTES = 1024 * TIB
 _STATE_SHARE = 4  # budgets that are not given are together at most this fraction of the state
 _DEVICE_COMFORT = 1.25
-_HOST_COMFORT = 2.5
+_HOST_COMFORT = 1.75
 
 
 @dataclass(frozen=True, slots=True)

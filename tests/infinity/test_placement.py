@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.config import Precision, Schedule, StateFormat
-from infinity.demand import SMALLEST_CHUNKED_NUMEL, Request
+from infinity.demand import SMALLEST_CHUNKED_NUMEL, Request, Sizes
 from infinity.devices.cpu import CpuDevice
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
@@ -21,6 +21,7 @@ from infinity.grouping import make_groups
 from infinity.groups import ALONE
 from infinity.init import staging_nbytes
 from infinity.layout import Sharding
+from infinity.optim.hyper import most_nbytes_per_element
 from infinity.optim.kernels import kernel_for
 from infinity.optim.records import GroupState
 from infinity.placement import Placement, make_placement
@@ -378,6 +379,19 @@ def test_chunked_groups_are_the_largest_and_no_more_than_needed(request: Request
     assert plan.window_nbytes >= max((group.shard_nbytes for group in kept_whole), default=0)
     assert not plan.chunked & (plan.pinned_params | plan.keep_at_turn | plan.keep_at_boundary)
     assert {index for index in plan.chunked if request.groups[index].trainable} <= plan.spilled_gradients
+
+
+@settings(deadline=None, max_examples=60)
+@given(requests())
+def test_groups_are_held_whole_where_the_next_one_is_read_ahead_too(request: Request) -> None:
+    whole, _ = minima(request)
+    if smallest_host_nbytes(request) == whole:  # nothing could pass in chunks
+        return
+    plan = plan_at(request, whole)
+    moving = sum(g.shard_nbytes for g in request.groups if g.index not in plan.pinned_params)
+    assert plan.window_nbytes >= min(2 * Sizes(request).working_set_nbytes, moving)
+    state_nbytes, size = most_nbytes_per_element(request.fields), max(g.shard_dtype.itemsize for g in request.groups)
+    assert plan.pipeline_nbytes >= 3 * plan.chunk_numel * (state_nbytes + size + 4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -256,8 +256,52 @@ ARRIVING = request_of(
     dram=200e9,
     optimizer_s=2e-9,
 )
+# Groups that had passed in chunks were just held whole: nothing was read ahead, and a pipeline of one chunk took turns.
+JUST_WHOLE = request_of(
+    3,
+    1024,
+    Schedule.SYNCHRONOUS,
+    host=1.734,
+    device=2.48,
+    write_ratio=1.0,
+    latency_s=1e-4,
+    duplex=1.0,
+    drives=2,
+    efficiency=0.03,
+    dram=200e9,
+    optimizer_s=2e-9,
+)
+JUST_WHOLE_OVERLAPPED = request_of(
+    6,
+    1024,
+    Schedule.OVERLAPPED,
+    host=1.052,
+    device=1.59,
+    read=7e9,
+    write_ratio=1.0,
+    link=5e9,
+    dram=200e9,
+    has_gpu=False,
+)
+# A little longer chunks lay otherwise on two drives, of which one waited for the other.
+LONGER_CHUNKS = request_of(
+    4,
+    2048,
+    Schedule.SYNCHRONOUS,
+    host=0.57,
+    device=2.81,
+    latency_s=1e-4,
+    duplex=0.0,
+    drives=2,
+    link=5e9,
+    optimizer_s=2e-9,
+    has_gpu=False,
+)
 
 
+@example(request=JUST_WHOLE, what="host memory", factor=1.3)
+@example(request=JUST_WHOLE_OVERLAPPED, what="host memory", factor=1.05)
+@example(request=LONGER_CHUNKS, what="host memory", factor=1.05)
 @example(request=KEPT, what="host memory", factor=1.05)
 @example(request=ARRIVING, what="host memory", factor=1.3)
 @example(request=CHUNKS, what="host memory", factor=1.05)
