@@ -47,7 +47,7 @@ def divide_host(request: Request, sizes: Sizes) -> HostDivision:
     whole = HostDivision(request, sizes)
     small = small_groups(sizes, whole.minimum_nbytes // _SMALL_PART)
     divisions = [HostDivision(request, sizes.in_chunks(chunked), small) for chunked in chunkings(sizes)]
-    smallest = min(divisions, key=lambda division: division.minimum_nbytes)
+    smallest = min(divisions, key=lambda division: (division.minimum_nbytes, division.flowing_nbytes))
     chosen = next((d for d in divisions if d.flowing_nbytes <= request.host_budget_nbytes), smallest)
     chosen.smallest_nbytes = smallest.minimum_nbytes
     chosen.whole_nbytes = divisions[0].flowing_nbytes if smallest.chunked else whole.minimum_nbytes
