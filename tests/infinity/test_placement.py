@@ -391,7 +391,8 @@ def test_groups_are_held_whole_where_the_next_one_is_read_ahead_too(request: Req
     moving = sum(g.shard_nbytes for g in request.groups if g.index not in plan.pinned_params)
     assert plan.window_nbytes >= min(2 * Sizes(request).working_set_nbytes, moving)
     state_nbytes, size = most_nbytes_per_element(request.fields), max(g.shard_dtype.itemsize for g in request.groups)
-    assert plan.pipeline_nbytes >= 3 * plan.chunk_numel * (state_nbytes + size + 4)
+    if any(group.trainable and group.index not in plan.pinned_states for group in request.groups):
+        assert plan.pipeline_nbytes >= 3 * plan.chunk_numel * (state_nbytes + size + 4)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
