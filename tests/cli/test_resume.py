@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.command import call, train_report
 
+ONE_STEP = ("train", "--preset", "tiny", "--steps", "1")
+
 
 def _folder(parent: Path, name: str) -> Path:
     folder = parent / name
@@ -55,20 +57,22 @@ def test_a_resumed_run_is_compared_with_the_whole_plain_run(tmp_path: Path) -> N
     assert rest["baseline"]["parameters_equal"] is True
 
 
-def test_says_what_is_different_from_the_saved_run(tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    common = ("train", "--preset", "tiny", "--steps", "1", "--nvme", tmp_path)
-    assert call(*common, "--save", saved)[0] == 0
-    code, output, _ = call(*common, "--resume", saved, "--lr", "0.5")
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a run of one step."""
+    folder = tmp_path_factory.mktemp("run")
+    assert call(*ONE_STEP, "--nvme", folder, "--save", folder / "saved")[0] == 0
+    return folder / "saved"
+
+
+def test_says_what_is_different_from_the_saved_run(saved: Path, tmp_path: Path) -> None:
+    code, output, _ = call(*ONE_STEP, "--nvme", tmp_path, "--resume", saved, "--lr", "0.5")
     assert code == 0
     assert "lr: saved with 0.003, now 0.5" in output
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    saved = tmp_path / "saved"
-    common = ("train", "--preset", "tiny", "--steps", "1", "--nvme", tmp_path)
-    assert call(*common, "--save", saved)[0] == 0
-    code, _, error = call(*common, "--resume", saved, "--layers", "4")
+def test_a_checkpoint_of_another_model_is_refused(saved: Path, tmp_path: Path) -> None:
+    code, _, error = call(*ONE_STEP, "--nvme", tmp_path, "--resume", saved, "--layers", "4")
     assert code == 1
     assert "CheckpointError" in error
-    assert [path for path in tmp_path.iterdir() if path != saved] == []
+    assert list(tmp_path.iterdir()) == []

@@ -295,7 +295,7 @@ def test_closing_with_updates_that_wait(offload: MakeEngine) -> None:
 def test_closing_while_updates_are_made_ends_them_quietly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A task that the loop still runs must not find the worker gone that computes for it."""
     inputs = torch.zeros(2, 64, dtype=torch.long)
-    for number in range(12):
+    for number in range(6):
         with infinity.empty_init():
             model = Gpt(GptShape(8, 160, 4, 64))
         config = small_config(tmp_path, schedule="deferred", host={"budget": "24MiB"}, device={"budget": "32MiB"})
