@@ -17,8 +17,8 @@ last use of a pass: between two uses it would hold memory that the placement has
 Under the deferred schedule an update waits here until its group comes up in the order of accesses. Then the shard is
 read into the window once, updated there, and used from there while it is written behind: the read of the forward serves
 the update too. Once all updates of a step are there, they start in that order as far as the window has room; then those
-whose copies are in memory already, so an update that waits holds no window memory, and nothing that holds window memory
-waits for the order.
+whose copies are in the window already, so an update that waits holds no window memory, and nothing that holds window
+memory waits for the order.
 
 Everything here runs on one asyncio loop, whose time it uses; nothing blocks and nothing touches autograd.
 """
@@ -155,11 +155,8 @@ class ReadAhead:
         self.step = step
         self._barrier_open = True
         self.advance()
-        for index in list(self._deferred):  # behind what the device still reads, or what has no room yet
-            if self._copies[index].pinned:
-                self._try_update(index, Priority.READ_AHEAD)
-            else:
-                self._update_if_held(index)
+        for index in list(self._deferred):
+            self._update_if_held(index)
 
     def defer(self, index: int, update: DeferredUpdate) -> None:
         """An update waits until its group is used, or until `force`; see [Note: deferred updates].
