@@ -32,7 +32,7 @@ from infinity.errors import InfinityError, PlacementError
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.observe.stalls import StallCause, StallClock
-from infinity.sizes import format_nbytes
+from infinity.sizes import format_minimum_nbytes, format_nbytes
 from infinity.swap_files import create_volatile
 from infinity.torch_compat import CheckpointRun
 from storage.align import PAGE_NBYTES, align_up
@@ -291,7 +291,7 @@ class Activations:
         oldest = next((other for other in self._entries if other.block is not None), None)
         if oldest is None or self._policy is ActivationPolicy.HOST:
             held = sum(other.nbytes for other in self._entries if other.block is not None)
-            least = format_nbytes(held + entry.nbytes)
+            least = format_minimum_nbytes(held + entry.nbytes)
             raise PlacementError(
                 f"no host memory for an activation of {format_nbytes(entry.nbytes)}: {format_nbytes(held)} of "
                 f"activations.host_budget = {format_nbytes(self._budget.limit_nbytes)} are held, and a forward keeps "

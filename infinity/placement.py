@@ -23,7 +23,7 @@ from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
 from infinity.host_division import divide_host
 from infinity.rank_budgets import told_budget, told_need
-from infinity.sizes import format_nbytes
+from infinity.sizes import format_minimum_nbytes, format_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _refusal(request: Request, tier: Literal["device", "host"], minimum_nbytes: 
     lines = [f"the {tier} budget of {given} is too small for one step of this model:"]
     lines += [f"  {format_nbytes(term.nbytes):>12}  {term.name}: {term.why}" for term in terms]
     smallest = f"smallest {tier} budget that works ({minimum_nbytes} bytes){total}"
-    lines.append(f"  {format_nbytes(minimum_nbytes):>12}  {smallest}")
+    lines.append(f"  {format_minimum_nbytes(minimum_nbytes):>12}  {smallest}")
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.sizes import format_nbytes
+from infinity.sizes import format_minimum_nbytes, format_nbytes
 
 
 def told_budget(rank_nbytes: int, local_size: int, *, is_shared: bool = True) -> str:
@@ -28,7 +28,7 @@ def told_need(rank_nbytes: int, local_size: int, setting: str | None) -> str:
     if local_size == 1 or setting is None:
         return _of_each(local_size)
     total_nbytes = rank_nbytes * local_size
-    total = f"{setting} = {format_nbytes(total_nbytes)} ({total_nbytes} bytes)"
+    total = f"{setting} = {format_minimum_nbytes(total_nbytes)} ({total_nbytes} bytes)"
     return f"{_of_each(local_size)}; for {local_size} ranks on this machine give {total}"
 
 
@@ -38,10 +38,11 @@ def told_smallest(rank_nbytes: int, local_size: int, *, is_shared: bool) -> str:
     Args:
         is_shared: it is a part of one budget for the machine.
     """
-    smallest = format_nbytes(rank_nbytes)
+    smallest = format_minimum_nbytes(rank_nbytes)
     if local_size == 1:
         return f"{smallest} is the smallest that works"
-    shared = f"; for the {local_size} on this machine {format_nbytes(rank_nbytes * local_size)}" if is_shared else ""
+    total = format_minimum_nbytes(rank_nbytes * local_size)
+    shared = f"; for the {local_size} on this machine {total}" if is_shared else ""
     return f"of each rank, for which {smallest} is the smallest that works{shared}"
 
 

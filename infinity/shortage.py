@@ -13,7 +13,7 @@ from infinity.demand import completed_late
 from infinity.errors import DeviceOutOfMemoryError
 from infinity.groups import FlatGroup, Unit
 from infinity.placement import Placement
-from infinity.sizes import format_nbytes
+from infinity.sizes import format_minimum_nbytes
 
 
 def explain_shortage(
@@ -48,5 +48,6 @@ def explain_shortage(
     return DeviceOutOfMemoryError(
         f"{error}. This forward calls units several times, or uses parameters outside their units ({names}), which "
         "keeps their gradients, or the parameters too, on the device while others run; that shows only now. As far as "
-        f"it has shown, the smallest device budget that works is {format_nbytes(needed_nbytes)} ({needed_nbytes} bytes)"
+        f"it has shown, the smallest device budget that works is {format_minimum_nbytes(needed_nbytes)} "
+        f"({needed_nbytes} bytes)"
     )

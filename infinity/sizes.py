@@ -66,6 +66,15 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def format_minimum_nbytes(nbytes: int) -> str:
+    """`format_nbytes` rounded up: what is printed, and given back as a setting, is never below the minimum it tells."""
+    for name, factor in _BINARY:
+        if nbytes >= factor:
+            grain = 100 if nbytes < 10 * factor else 10 if nbytes < 100 * factor else 1
+            return f"{_three_digits(-(-nbytes * grain // factor) / grain)} {name}"
+    return f"{nbytes} B"
+
+
 def _three_digits(number: float) -> str:
     decimals = 2 if number < 10 else 1 if number < 100 else 0
     text = f"{number:.{decimals}f}"

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from infinity.bench.profiles import Order, Workload
 from infinity.bench.target import Target
 from infinity.errors import ConfigError
-from infinity.sizes import format_nbytes
+from infinity.sizes import format_minimum_nbytes, format_nbytes
 from storage.backends.base import Backend
 from storage.types import IoRequest, Op, Priority, Ticket
 
@@ -42,7 +42,7 @@ class Schedule:
             raise ConfigError(
                 f"a file of {format_nbytes(file_nbytes)} is too small for {workload.profile!r}, which has "
                 f"{workload.transfers} transfers of {format_nbytes(workload.transfer_nbytes)} in flight: "
-                f"--size must be at least {format_nbytes(need_nbytes)}"
+                f"--size must be at least {format_minimum_nbytes(need_nbytes)}"
             )
         random = np.random.default_rng(_SEED)
         places = random.permutation(count) if workload.order is Order.RANDOM else np.arange(count)

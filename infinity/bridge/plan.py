@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from infinity.errors import PlacementError
 from infinity.layout import SHARD_ALIGN_NUMEL, FlatLayout
 from infinity.rank_budgets import told_budget, told_need
-from infinity.sizes import MIB, format_nbytes
+from infinity.sizes import MIB, format_minimum_nbytes
 from storage.align import align_down
 
 DEPTH = 3
@@ -77,7 +77,7 @@ def plan_state(
     minimum_nbytes = DEPTH * numel * transit_nbytes
     if minimum_nbytes > host_nbytes:
         raise PlacementError(
-            f"host budget: {told_budget(host_nbytes, local_size)} given, {format_nbytes(minimum_nbytes)} needed"
+            f"host budget: {told_budget(host_nbytes, local_size)} given, {format_minimum_nbytes(minimum_nbytes)} needed"
             f"{told_need(minimum_nbytes, local_size, 'host.budget')}: {DEPTH} chunks in transit, each of {numel} "
             f"elements of {transit_nbytes} bytes (state {state_nbytes}, gradient {_GRAD_NBYTES}, the rest parameters "
             "that are copied)"

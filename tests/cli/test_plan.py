@@ -74,7 +74,7 @@ def test_budgets_of_ranks_are_told_as_such(tmp_path: Path) -> None:
         code, output, error = call("plan", "--preset", "tiny", "--gpus", gpus, "--no-advice")
         assert code == 0, error
         assert told in " ".join(output.split())
-        assert ("for the 2 on this machine 1.81 MiB" in " ".join(output.split())) == (gpus == "2")
+        assert ("for the 2 on this machine 1.82 MiB" in " ".join(output.split())) == (gpus == "2")
 
 
 def test_more_of_what_binds_is_faster(tmp_path: Path) -> None:

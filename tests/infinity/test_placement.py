@@ -26,6 +26,7 @@ from infinity.optim.kernels import kernel_for
 from infinity.optim.records import GroupState
 from infinity.placement import Placement, make_placement
 from infinity.rank_budgets import told_smallest
+from infinity.sizes import parse_nbytes
 from infinity.units import partition
 from tests import zoo
 from tests.conftest import MakeEngine
@@ -194,6 +195,8 @@ def test_the_smallest_host_budget_is_exact(request: Request) -> None:
     assert "rank" not in text
     assert re.findall(r"  (\w+): ", text) == [term.name for term in plan.host]
     assert "device" not in text
+    printed = re.search(r" (\S+ \w+)  smallest host budget", text)
+    assert printed and plan_at(request, parse_nbytes(printed[1])).host_minimum_nbytes == smallest
 
 
 def test_ranks_are_told_what_each_has_and_what_to_give_for_all() -> None:

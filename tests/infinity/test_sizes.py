@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from infinity.sizes import GIB, KIB, MIB, TIB, Nbytes, NbytesOrZero, format_nbytes, parse_nbytes
+from infinity.sizes import GIB, KIB, MIB, TIB, Nbytes, NbytesOrZero, format_minimum_nbytes, format_nbytes, parse_nbytes
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,16 @@ def test_formatted_text_reads_back_within_its_precision(nbytes: int) -> None:
     number, unit = format_nbytes(nbytes).split(" ")
     back = float(number) * parse_nbytes(f"1{unit}")
     assert abs(back - nbytes) <= 0.006 * nbytes
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_a_minimum_that_is_printed_is_one_that_is_enough(nbytes: int) -> None:
+    assert nbytes <= parse_nbytes(format_minimum_nbytes(nbytes)) <= 1.01 * nbytes
+
+
+def test_a_minimum_is_printed_rounded_up() -> None:
+    texts = {110_149_632: "106 MiB", 105 * MIB: "105 MiB", 1024 * MIB - 1: "1024 MiB", 10 * MIB - 1: "10 MiB", 7: "7 B"}
+    assert {nbytes: format_minimum_nbytes(nbytes) for nbytes in texts} == texts
 
 
 def test_field_types() -> None:
