@@ -1,7 +1,8 @@
 """Units: which parameters are gathered together.
 
-The outermost repeated blocks of a model (children of one class in a `ModuleList`, `Sequential` or `ModuleDict`) are
-units; so is every other module that owns at least `resident_threshold` bytes of parameters itself. What is left is
+The outermost repeated blocks of a model (see `infinity.blocks`: children of one class in a `ModuleList`, `Sequential`
+or `ModuleDict`; siblings of one class where these hold most of what would be one unit without them) are units; so is
+every other module that owns at least `resident_threshold` bytes of parameters itself. What is left is
 packed into one *resident* unit that stays on the device. A unit gathers its whole subtree, because modules such as
 `nn.MultiheadAttention` read the parameters of children whose forward they never call. A module without a forward, such
 as `nn.ParameterList`, is never a unit, because nothing would gather it: its parameters count as its parent's own.
@@ -19,12 +20,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from infinity.blocks import is_called, outermost, repeated_blocks, sibling_blocks
 from infinity.errors import UnsupportedModelError
 from infinity.released import ref_of
 from infinity.territory import Territory
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_MIN_REPEATS = 2
 # Names of what is no module's path; they cannot be attribute names.
 RESIDENT_NAME = "(resident)"
 ROOT_NAME = "(root)"
@@ -139,16 +139,15 @@ def partition(
     _refuse_unsupported(model, fresh)
     _refuse_overlapping(territory, fresh)
     if wrap_policy is not None:
-        blocks = _outermost(_chosen_blocks(territory, model, *wrap_policy))
+        blocks = outermost(_chosen_blocks(territory, model, *wrap_policy))
         _refuse_unusable(blocks, wrap_policy[0])
     elif unit_classes:
         wanted = ", ".join(c if isinstance(c, str) else c.__name__ for c in unit_classes)
-        blocks = _outermost(_match_blocks(territory, model, "", unit_classes))
+        blocks = outermost(_match_blocks(territory, model, "", unit_classes))
         _refuse_unusable(blocks, f"unit_classes = {wanted}")
     else:
-        blocks = _outermost(_repeated_blocks(territory, model, ""))
-    inside = {id(m) for _, block in blocks for m in block.modules()}
-    chosen = blocks + list(_large_owners(territory, parameters, inside, resident_threshold_nbytes))
+        blocks = _found_blocks(territory, model, parameters, resident_threshold_nbytes)
+    chosen = _with_large_owners(territory, parameters, blocks, resident_threshold_nbytes)
     order = {id(m): position for position, m in enumerate(territory.modules())}
     chosen.sort(key=lambda pair: order[id(pair[1])])
     return _assign(territory, model, parameters, chosen)
@@ -229,43 +228,49 @@ def _refuse_unusable(blocks: Sequence[tuple[str, nn.Module]], setting: str) -> N
     if not blocks:
         raise UnsupportedModelError(f"{setting} matches no module of the model")
     for name, module in blocks:
-        if not _is_called(module):
+        if not is_called(module):
             raise UnsupportedModelError(
                 f"{setting} chooses {name or 'the model'!r}, a {type(module).__name__}, which has no forward, so that "
                 "its parameters would never be gathered. Choose a module around it that is called"
             )
 
 
-def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward; a container such as `nn.ModuleList` has none."""
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+def _found_blocks(
+    territory: Territory, model: nn.Module, parameters: Parameters, threshold_nbytes: int
+) -> list[tuple[str, nn.Module]]:
+    """Repeated blocks of containers; sibling blocks as well, where one unit would hold most of the model without them.
+
+    They must hold most of that unit, and as many bytes as are worth leaving the device.
+    """
+    blocks = outermost(repeated_blocks(territory, model, ""))
+    specs = _assign(territory, model, parameters, _with_large_owners(territory, parameters, blocks, threshold_nbytes))
+    largest = max(({id(e.parameter): e.nbytes for e in spec.own} for spec in specs), key=_sum, default={})
+    if 2 * _sum(largest) <= sum(entry.nbytes for entry in parameters):
+        return blocks
+    siblings = sibling_blocks(territory, blocks)
+    held = {
+        id(parameters.of(parameter).parameter)
+        for _, block in siblings
+        for module in block.modules()
+        if module in territory
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+    in_siblings_nbytes = sum(nbytes for key, nbytes in largest.items() if key in held)
+    if in_siblings_nbytes < threshold_nbytes or 2 * in_siblings_nbytes <= _sum(largest):
+        return blocks
+    return blocks + siblings
 
 
-def _outermost(found: Iterator[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Each module once, under its first name, and none that lies in another one. A shared module has several names."""
-    modules = {id(module): (name, module) for name, module in reversed(list(found))}
-    inner = {id(part) for _, module in modules.values() for part in module.modules() if part is not module}
-    return [entry for key, entry in reversed(modules.items()) if key not in inner]
+def _sum(sizes: Mapping[int, int]) -> int:
+    return sum(sizes.values())
 
 
-def _has_parameters(territory: Territory, module: nn.Module) -> bool:
-    own = any(parameter is not None for parameter in module._parameters.values())
-    return own or any(_has_parameters(territory, child) for _, child in territory.named_children(module))
-
-
-def _repeated_blocks(territory: Territory, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Outermost children that occur at least twice, by class, in one container."""
-    counts: dict[type[nn.Module], int] = {}
-    if isinstance(module, _CONTAINERS):
-        for _, child in territory.named_children(module):
-            if _has_parameters(territory, child):
-                counts[type(child)] = counts.get(type(child), 0) + 1
-    for name, child in territory.named_children(module):
-        path = f"{prefix}.{name}" if prefix else name
-        if counts.get(type(child), 0) >= _MIN_REPEATS and not isinstance(child, _CONTAINERS) and _is_called(child):
-            yield path, child
-        else:
-            yield from _repeated_blocks(territory, child, path)
+def _with_large_owners(
+    territory: Territory, parameters: Parameters, blocks: list[tuple[str, nn.Module]], threshold_nbytes: int
+) -> list[tuple[str, nn.Module]]:
+    inside = {id(m) for _, block in blocks for m in block.modules()}
+    return blocks + list(_large_owners(territory, parameters, inside, threshold_nbytes))
 
 
 def _match_blocks(
@@ -299,7 +304,7 @@ def _large_owners(
     for name, module in territory.named_modules():
         if id(module) in inside or id(module) in taken:
             continue
-        own = {id(p): p for p in _direct_parameters(territory, module)} if _is_called(module) else {}
+        own = {id(p): p for p in _direct_parameters(territory, module)} if is_called(module) else {}
         if own and sum(parameters.of(p).nbytes for p in own.values()) >= threshold_nbytes:
             taken.update(id(m) for m in module.modules())
             yield name, module
@@ -309,7 +314,7 @@ def _direct_parameters(territory: Territory, module: nn.Module) -> Iterator[nn.P
     """Parameters of the module itself and of children that have no forward of their own."""
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     for _, child in territory.named_children(module):
-        if not _is_called(child):
+        if not is_called(child):
             yield from _direct_parameters(territory, child)
 
 

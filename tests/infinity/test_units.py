@@ -105,6 +105,35 @@ def test_blocks_are_found_in_every_container(container: Callable[[], nn.Module])
     assert list(units) == [f"layers.{name}" for name, _ in made.named_children()]
 
 
+def attributes(n: int, first: int = 0) -> dict[str, Block]:
+    return {f"b{number}": Block() for number in range(first, first + n)}
+
+
+def test_blocks_that_are_attributes_are_found_where_they_are_most_of_the_model() -> None:
+    units = split(Model(embed=nn.Embedding(8, 24), **attributes(3)), threshold_nbytes=9 * KIB)
+    assert list(units) == ["b0", "b1", "b2", RESIDENT_NAME]
+
+
+def test_blocks_that_are_attributes_of_a_model_with_large_parameters_of_its_own() -> None:
+    model = Model(position=nn.Parameter(torch.zeros(512)), **attributes(3))
+    assert list(split(model, threshold_nbytes=2 * KIB)) == ["", "b0", "b1", "b2"]
+
+
+def test_the_outermost_attributes_are_blocks_unless_more_siblings_lie_in_them() -> None:
+    towers = Model(left=Model(**attributes(3)), right=Model(**attributes(3)))
+    assert [name.count(".") for name in split(towers, threshold_nbytes=4 * KIB)] == [1] * 6
+    pairs = {f"b{number}": Model(**attributes(2)) for number in range(3)}
+    assert list(split(Model(**pairs), threshold_nbytes=4 * KIB)) == ["b0", "b1", "b2"]
+
+
+def test_attributes_are_no_blocks_where_the_model_is_small_or_has_units_for_most_of_it() -> None:
+    assert list(split(Model(**attributes(2)), threshold_nbytes=7 * KIB)) == [RESIDENT_NAME]
+    layers = split(Model(layers=blocks(3), **attributes(2)), threshold_nbytes=4 * KIB)
+    assert list(layers) == ["layers.0", "layers.1", "layers.2", RESIDENT_NAME]
+    lines = split(Model(**{f"line{number}": nn.Linear(24, 33) for number in range(3)}), threshold_nbytes=4 * KIB)
+    assert list(lines) == [RESIDENT_NAME]
+
+
 def test_a_sequential_model_is_its_own_container() -> None:
     assert list(split(nn.Sequential(Block(), nn.GELU(), Block()))) == ["0", "2"]
 
@@ -338,6 +367,7 @@ def test_parameters_that_cannot_be_offloaded(make: Callable[[], nn.Parameter], r
 
 
 # Any model --------------------------------------------------------------------------------------------------------
+
 
 @st.composite
 def trees(draw: st.DrawFn) -> Model:

@@ -86,6 +86,34 @@ def test_same_bits_as_ordinary_accumulation(
     nothing_gathered(engine)
 
 
+class _Attributes(nn.Module):
+    """A net whose blocks lie in no container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(29, 37)
+        self.names = [f"block{number}" for number in range(4)]
+        for name in self.names:
+            self.add_module(name, Block())
+        self.head = nn.Linear(37, 29)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for name in self.names:
+            x = self.get_submodule(name)(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_blocks_that_are_attributes_are_sliced(offload: MakeEngine) -> None:
+    """What is around them sees the whole batch, so their parameters alone have those bits, and after one step."""
+    expected, whole = _accumulated(_Attributes, 4, steps=1), _accumulated(_Attributes, 1, steps=1)
+    model, engine = _sliced(offload, _Attributes, 4, steps=1, resident_threshold="32KiB")
+    found = {name: p for name, p in gathered_parameters(model).items() if name.startswith("block")}
+    assert not [name for name, p in found.items() if not torch.equal(p, expected[name])]
+    assert [name for name, p in found.items() if not torch.equal(p, whole[name])]
+    nothing_gathered(engine)
+
+
 @pytest.mark.parametrize("schedule", ["synchronous", "overlapped", "deferred"])
 def test_traffic_does_not_grow_with_the_micro_batches(offload: MakeEngine, schedule: str) -> None:
     """Also overlapped, which ordinary accumulation excludes: there is one backward."""
