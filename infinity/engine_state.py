@@ -234,7 +234,8 @@ class StatefulEngine(EngineParts):
         call it; the first one writes, and gets from the others what they hold, chunk by chunk.
 
         Args:
-            path: a folder to make, where the first rank is.
+            path: a folder to make, where the first rank is. An earlier export there is replaced when the new one is
+                complete; files that were put beside it are kept.
             dtype: of the floating-point tensors; None for that in which the model computes.
             shard_size: most bytes of tensors in a file, such as "2GB"; None for one file.
             merge: write the model with the LoRA adapter added, not the adapter.
@@ -242,7 +243,7 @@ class StatefulEngine(EngineParts):
             config: a folder whose configuration and tokenizer are copied, in place of the model's own configuration.
 
         Raises:
-            CheckpointError: `path` is there or cannot be written; or it failed on another rank.
+            CheckpointError: something else is at `path`, or it cannot be written; or it failed on another rank.
             ConfigError: `shard_size` is no size, or there is no adapter to merge.
             IterationError: an update was lost, or the running step has been applied in part.
         """

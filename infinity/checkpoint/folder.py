@@ -42,18 +42,21 @@ _LOCK_ATTEMPTS, _LOCK_PAUSE_S = 20, 0.01
 
 
 @contextmanager
-def replaced_folder(path: Path, is_replaceable: Callable[[Path], bool]) -> Iterator[Path]:
+def replaced_folder(
+    path: Path, is_replaceable: Callable[[Path], bool], *, kind: str = "a checkpoint"
+) -> Iterator[Path]:
     """A new folder to fill, which takes the place of `path` at the end of the block; after a failure it is removed.
 
     Args:
         path: where the folder shall be. Parents are made.
         is_replaceable: whether a folder that is already there may be replaced.
+        kind: what such a folder is, for the refusal of another one.
 
     Raises:
         CheckpointError: something else is at `path`, another process is saving there, or writing failed.
     """
     path = Path(os.path.abspath(path))
-    refuse_other(path, is_replaceable)
+    refuse_other(path, is_replaceable, kind=kind)
     made = made_for(path)
     with writing(path):
         make_folders(path.parent)
@@ -94,12 +97,12 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def refuse_other(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
+def refuse_other(path: Path, is_replaceable: Callable[[Path], bool], *, kind: str = "a checkpoint") -> None:
     """Refuse a path where something is that may not be replaced. Raises CheckpointError."""
     if not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and _is_empty(path)):
         return
     if path.is_symlink() or not path.is_dir() or not is_replaceable(path):
-        raise CheckpointError(f"{path} is there and is not a checkpoint, so it is not replaced; give another path")
+        raise CheckpointError(f"{path} is there and is not {kind}, so it is not replaced; give another path")
 
 
 def _is_empty(path: Path) -> bool:

@@ -122,11 +122,11 @@ def export_checkpoint(
 
     Args:
         source: a checkpoint folder.
-        target: a folder to make.
+        target: a folder to make; an earlier export there is replaced.
         on_file: told every file that is written, and its bytes of tensors.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, `target` is there, or an adapter is asked for that is not.
+        CheckpointError: the checkpoint is damaged, `target` holds something else, or there is no such adapter.
         ConfigError: options that contradict the checkpoint.
     """
     with CheckpointReader(source) as checkpoint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from infinity.checkpoint.folder import replaced_folder
 from infinity.checkpoint.parts import write_synced
 from infinity.checkpoint.tensor_file import TensorFileWriter
 from infinity.checkpoint.writer import Fill
+from infinity.weights.export_folder import ExportFolder, marked
 
 CHUNK_NUMEL = 1 << 20
 
@@ -66,30 +67,35 @@ def write_safetensors(
     One file `<stem>.safetensors`, or `<stem>-00001-of-00009.safetensors` and so on with an index.
 
     Args:
-        folder: must not be there, or be empty.
+        folder: must not be there, be empty, or hold an earlier export, which is replaced; files beside that are kept.
         stem: how names of files begin.
         shard_nbytes: most bytes of tensors in a file, but for a tensor that is larger by itself; None for one file.
         beside: other files, by name.
         on_file: told every file that is written, and its bytes of tensors.
 
     Raises:
-        CheckpointError: the folder is there, or cannot be written; nothing is left behind.
+        CheckpointError: something else is in the folder, or it cannot be written; nothing is left behind.
     """
     shards = _cut(tensors, shard_nbytes)
     names = [f"{stem}.safetensors"]
     if len(shards) > 1:
         names = [f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-    with replaced_folder(folder, lambda there: False) as made:
+    index_name, beside = f"{stem}.safetensors.index.json", beside or {}
+    own = names if len(shards) == 1 else [*names, index_name]
+    metadata = marked([*own, *beside])
+    there = ExportFolder(folder, own)
+    with replaced_folder(folder, there.is_replaceable, kind="an export") as made:
         for name, shard in zip(names, shards, strict=True):
-            _write_file(made / name, shard)
+            _write_file(made / name, shard, metadata if name == names[0] else {})
             if on_file is not None:
                 on_file(name, sum(tensor.nbytes for tensor in shard))
         if len(shards) > 1:
             weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
             index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": weight_map}
-            write_synced(made / f"{stem}.safetensors.index.json", json.dumps(index, indent=2).encode())
-        for name, data in (beside or {}).items():
+            write_synced(made / index_name, json.dumps(index, indent=2).encode())
+        for name, data in beside.items():
             write_synced(made / name, data)
+        there.keep_others(made)
     return Written(tuple(names), len(tensors), sum(tensor.nbytes for tensor in tensors))
 
 
@@ -105,9 +111,9 @@ def _cut(tensors: Sequence[Outgoing], shard_nbytes: int | None) -> list[list[Out
     return shards
 
 
-def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
+def _write_file(path: Path, tensors: Sequence[Outgoing], metadata: Mapping[str, str]) -> None:
     layout = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
-    with TensorFileWriter(path, layout, metadata={"format": "pt"}) as file:
+    with TensorFileWriter(path, layout, metadata={"format": "pt", **metadata}) as file:
         for tensor in tensors:
             buffer = torch.empty(min(CHUNK_NUMEL, tensor.numel), dtype=tensor.dtype)
             for start in range(0, tensor.numel, CHUNK_NUMEL):

@@ -98,7 +98,7 @@ def test_shards_are_cut_by_size_and_indexed(offload: MakeEngine, tmp_path: Path)
     for name in written.files:
         assert (tmp_path / "out" / name).stat().st_size < 20_000 + 4_000
         with safe_open(tmp_path / "out" / name, framework="pt") as file:
-            assert file.metadata() == {"format": "pt"}
+            assert file.metadata()["format"] == "pt"
         found |= load_file(tmp_path / "out" / name)
     assert found.keys() == computed.keys()
     assert all(torch.equal(found[name], computed[name]) for name in found)
@@ -151,8 +151,6 @@ def test_the_engine_exports(offload: MakeEngine, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["out"]
     loaded = type(model).from_pretrained(tmp_path / "folder" / "out").eval()
     assert torch.equal(_logits(loaded), _logits(model.eval()))
-    with pytest.raises(infinity.CheckpointError, match="not replaced"):
-        engine.export(tmp_path / "folder" / "out")
     with pytest.raises(infinity.ConfigError, match=r"shard_size: .*5GiB or 5GB"):
         engine.export(tmp_path / "folder" / "other", shard_size="5G")
     with pytest.raises(infinity.ConfigError, match="no adapter to merge"):
@@ -258,6 +256,52 @@ def test_a_folder_that_is_there_is_not_replaced(offload: MakeEngine, tmp_path: P
     with pytest.raises(infinity.CheckpointError, match="not replaced"):
         _export(offload, tmp_path, build(Net), ExportOptions())
     assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def test_an_export_takes_the_place_of_an_earlier_one(offload: MakeEngine, tmp_path: Path) -> None:
+    """Also one of other files; what somebody put beside it stays, and a run that goes on keeps its last export."""
+    torch.manual_seed(0)
+    model, out = hf_models.llama(), tmp_path / "out"
+    engine = offload(model, **_BUDGETS)
+    engine.export(out, shard_size="20KB")
+    before = {path.name for path in out.iterdir()}
+    (out / "tokenizer.json").write_text("mine")
+    with infinity.gathered(model), torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    engine.export(out, shard_size=None)
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "config.json", "generation_config.json"} | {
+        "tokenizer.json"
+    }
+    assert len(before) > 5
+    assert (out / "tokenizer.json").read_text() == "mine"
+    loaded = type(model).from_pretrained(out).eval()
+    assert torch.equal(_logits(loaded), _logits(model.eval()))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_stands_beside_an_export_and_would_be_lost_is_named(offload: MakeEngine, tmp_path: Path) -> None:
+    engine, out = offload(build(Net), **_BUDGETS), tmp_path / "out"
+    engine.export(out)
+    (out / "runs").mkdir()
+    with pytest.raises(infinity.CheckpointError, match=r"beside it runs, which would be lost"):
+        engine.export(out)
+    (out / "runs").rmdir()
+    (out / "model.safetensors.index.json").write_text("of another model")
+    with pytest.raises(infinity.CheckpointError, match=r"beside it model.safetensors.index.json"):
+        engine.export(out, shard_size="20KB")
+    assert (out / "model.safetensors.index.json").read_text() == "of another model"
+
+
+def test_a_failed_export_leaves_the_earlier_one(offload: MakeEngine, tmp_path: Path) -> None:
+    _export(offload, tmp_path, build(Net), ExportOptions())
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    path = max((tmp_path / "saved").glob("group-*.safetensors"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[6000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(infinity.CheckpointError, match="wrong checksum"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
 def test_damage_is_found_and_nothing_left(offload: MakeEngine, tmp_path: Path) -> None:
