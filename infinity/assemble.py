@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,10 +33,12 @@ from infinity.rank_gradients import reduction_nbytes
 from infinity.ranks import Ranks
 from infinity.released import Access
 from infinity.runtime import Runtime
-from infinity.units import Kept
+from infinity.unit_advice import refuse_without_units, unfound_units
+from infinity.units import Kept, UnitSpec
 from infinity.wrap_policies import units_of
 from storage.drives import WrapBackend
 
+_log = logging.getLogger(__name__)
 _DEVICE_SHARE = 4  # a budget that is not given is this fraction of the memory that is available
 _NEED = "a loop may accumulate or clip, which needs all gradients"
 
@@ -90,6 +93,9 @@ def draw_up(
     if not specs:
         theirs = "that another engine does not serve already" if any(True for _ in model.parameters()) else ""
         raise UnsupportedModelError(f"the model has no parameters {theirs}".rstrip() + "; there is nothing to offload")
+    refuse_without_units(model, specs, config)
+    if kept is None and not config.unit_classes and config.wrap_policy is None:
+        _warn_of_unfound(model, specs)
     collectives = _connect(config, ranks, stack)
     local_size = _local_size(collectives)
     device = make_device(config.device, _device_budget(config, local_size))
@@ -112,6 +118,11 @@ def draw_up(
         placement = _agree_on_schedule(request, placement, collectives)
     parts = (model, config, access, placement, request, units, groups, kernel, threads, device, collectives)
     return Blueprint(*parts, nvme_budget_nbytes=request.nvme_budget_nbytes, wrap_backend=wrap_backend)
+
+
+def _warn_of_unfound(model: nn.Module, specs: Sequence[UnitSpec]) -> None:
+    if (told := unfound_units(model, specs)) is not None:
+        _log.warning("%s", told)
 
 
 def _refuse_with_ranks(config: Config, ranks: Ranks | None) -> None:

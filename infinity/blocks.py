@@ -25,6 +25,12 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def is_composite(module: nn.Module) -> bool:
+    """Whether the module has a forward and is made of modules with parameters, as a block is."""
+    has_parameters = any(next(child.parameters(), None) is not None for child in module.children())
+    return has_parameters and is_called(module) and not isinstance(module, _CONTAINERS)
+
+
 def outermost(found: Iterable[Named]) -> list[Named]:
     """Each module once, under its first name, and none that lies in another one. A shared module has several names."""
     modules = {id(module): (name, module) for name, module in reversed(list(found))}
@@ -71,8 +77,7 @@ def sibling_blocks(territory: Territory, blocks: Sequence[Named]) -> list[Named]
 def _siblings(territory: Territory, path: str, parent: nn.Module) -> list[list[Named]]:
     by_class: dict[type[nn.Module], list[Named]] = {}
     for name, child in territory.named_children(parent):
-        is_composite = any(_has_parameters(territory, part) for _, part in territory.named_children(child))
-        if is_composite and is_called(child) and not isinstance(child, _CONTAINERS):
+        if is_composite(child):
             by_class.setdefault(type(child), []).append((f"{path}.{name}" if path else name, child))
     return [group for group in by_class.values() if len(group) >= _MIN_REPEATS]
 

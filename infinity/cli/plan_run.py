@@ -43,6 +43,7 @@ from infinity.sizes import GIB, MIB, parse_nbytes
 
 _DEFAULT_GPU, _DEFAULT_DRIVE = "rtx4090", "990pro-4tb"
 _DEFAULT_HOST_NBYTES = 64 * GIB
+_CPU_DEVICE_SHARE = 4
 _DEFAULT_SEQ, _DEFAULT_BATCH = 1024, 4
 
 
@@ -160,7 +161,11 @@ def _hardware(options: PlanOptions) -> Hardware:
         "efficiency": options.efficiency,
         "host_memory_nbytes": None if options.host_memory is None else _size("--host-memory", options.host_memory),
     }
-    return replace(hardware, **{name: value for name, value in changes.items() if value is not None})
+    changed = replace(hardware, **{name: value for name, value in changes.items() if value is not None})
+    if options.host_memory is None or options.device_memory is not None or changed.has_gpu:
+        return changed
+    # A CPU computes in host memory: the device has its default share of what was given.
+    return replace(changed, gpu=replace(changed.gpu, memory_nbytes=changed.host_memory_nbytes // _CPU_DEVICE_SHARE))
 
 
 def _this_machine(options: PlanOptions) -> Hardware | None:

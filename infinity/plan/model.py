@@ -53,7 +53,8 @@ class ModelPlan:
         specs: its units, as the engine would cut it.
         work: by unit name, the resident unit and what lies outside of all units under `RESIDENT_NAME`.
         order: unit names in the order of their forwards, when it was seen.
-        is_traced: whether a forward ran; else operations are 2 per parameter and token and activations are not known.
+        untraced: why no forward ran, empty where one did; without one operations are 2 per parameter and token, and
+            activations are not known.
     """
 
     name: str
@@ -63,7 +64,12 @@ class ModelPlan:
     order: tuple[str, ...]
     seq: int
     batch: int
-    is_traced: bool
+    untraced: str
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a forward ran."""
+        return not self.untraced
 
     @property
     def parameters(self) -> int:
@@ -128,11 +134,12 @@ def model_plan(
             raise UnsupportedModelError(f"{name} has no parameters; there is nothing to plan")
         try:
             work, order = _trace(module, specs, seq, batch, activation_itemsize)
-            is_traced = True
-        except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError):
+            untraced = ""
+        except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError) as error:
             work, order = _estimate(specs, seq * batch), ()
-            is_traced = False
-        return ModelPlan(name, module, specs, work, order, seq, batch, is_traced)
+            first_line = str(error).strip().partition("\n")[0]
+            untraced = f"{type(error).__name__}: {first_line}"
+        return ModelPlan(name, module, specs, work, order, seq, batch, untraced)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,12 +23,14 @@ from infinity.plan.simulate import Simulated, simulate
 from infinity.plan.spread import drive_shares
 from infinity.plan.traffic import StepTraffic
 from infinity.plan.wear import DriveWear, predict_wear
-from infinity.sizes import GIB, format_nbytes
+from infinity.sizes import GIB, format_minimum_nbytes, format_nbytes
+from infinity.unit_advice import unfound_units
 from infinity.units import RESIDENT_NAME
 
 _RESERVED_DEVICE_NBYTES = GIB  # context, libraries and their workspaces
 _RESERVED_HOST_NBYTES = 4 * GIB  # system, interpreter and libraries, at least
 _RESERVED_HOST_SHARE = 0.1
+_AMPLE_NBYTES = 1 << 60
 _COLLECTIVE_S = 20e-6
 
 
@@ -178,7 +181,10 @@ def plan_rank(request: PlanRequest) -> RankPlan:
         staging_nbytes=0,
         local_size=hardware.gpus,
     )
-    placement = place_for_any_loop(wanted, reason) if schedule is Schedule.AUTO else make_placement(wanted)
+    try:
+        placement = place_for_any_loop(wanted, reason) if schedule is Schedule.AUTO else make_placement(wanted)
+    except PlacementError as error:
+        raise PlacementError(f"{error}{_told_reserve(request, wanted)}") from None
     _refuse_without_drives(placement, hardware)
     return RankPlan(units, groups, kernel.fields, placement, _notes(request))
 
@@ -213,8 +219,30 @@ def host_budget_nbytes(request: PlanRequest) -> int:
     if request.workload.host_budget_nbytes is not None:
         return request.workload.host_budget_nbytes
     memory = request.hardware.host_memory_nbytes
-    reserved = max(_RESERVED_HOST_NBYTES, int(memory * _RESERVED_HOST_SHARE))
-    return max(memory - reserved, 0) // request.hardware.gpus
+    return max(memory - _reserved_host_nbytes(memory), 0) // request.hardware.gpus
+
+
+def _reserved_host_nbytes(memory_nbytes: int) -> int:
+    return max(_RESERVED_HOST_NBYTES, int(memory_nbytes * _RESERVED_HOST_SHARE))
+
+
+def _told_reserve(request: PlanRequest, refused: Request) -> str:
+    """Why the host budget is less than the memory of a node, and the least memory that works; empty where it is not."""
+    if request.workload.host_budget_nbytes is not None:
+        return ""
+    roomy = replace(refused, host_budget_nbytes=_AMPLE_NBYTES, device_budget_nbytes=_AMPLE_NBYTES)
+    is_auto = refused.schedule is Schedule.AUTO
+    schedules = (Schedule.DEFERRED, Schedule.SYNCHRONOUS) if is_auto else (refused.schedule,)  # all that are tried
+    placed = [make_placement(replace(roomy, schedule=each, nvme_budget_nbytes=None)) for each in schedules]
+    need_nbytes = max(placement.host_minimum_nbytes for placement in placed)
+    if refused.host_budget_nbytes >= need_nbytes:
+        return ""
+    memory, all_nbytes = request.hardware.host_memory_nbytes, need_nbytes * request.hardware.gpus
+    least = max(all_nbytes + _RESERVED_HOST_NBYTES, math.ceil(all_nbytes / (1 - _RESERVED_HOST_SHARE)))
+    return (
+        f"\nof {format_nbytes(memory)} of host memory {format_nbytes(_reserved_host_nbytes(memory))} are kept for the "
+        f"system, the interpreter and libraries; the smallest that works: --host-memory {format_minimum_nbytes(least)}"
+    )
 
 
 def _schedule(workload: Workload) -> tuple[Schedule, str]:
@@ -255,9 +283,12 @@ def _notes(request: PlanRequest) -> tuple[str, ...]:
     notes += [f"drive {drive.name}: {drive.source}" for drive in dict.fromkeys(hardware.drives) if drive.source]
     if not model.is_traced:
         notes.append(
-            "the forward of this model could not be followed: 2 operations per parameter and token are assumed, and "
+            f"the forward of this model could not be followed for --seq {model.seq} ({model.untraced}): "
+            "2 operations per parameter and token are assumed, and "
             "activations are not counted"
         )
+    if (unfound := unfound_units(model.module, model.specs)) is not None:
+        notes.append(unfound)
     return tuple(notes)
 
 

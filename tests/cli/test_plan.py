@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infinity.sizes import GIB
 from tests.cli.command import call
 from tests.infinity import chrome_format
 
@@ -93,6 +95,27 @@ def test_what_does_not_fit_is_refused_with_the_nearest_plan_that_works(tmp_path:
     report = json.loads(target.read_text())
     assert report["fits"] is False
     assert report["nearest"]["fits"] is True
+
+
+def test_the_reserve_of_host_memory_is_told_and_the_least_memory_works() -> None:
+    few = ("plan", "--preset", "tiny", "--no-advice", "--host-memory")
+    code, _, error = call(*few, "3GiB")
+    assert code == 2
+    told = " ".join(error.split())
+    assert "of 3 GiB of host memory 4 GiB are kept for the system, the interpreter and libraries" in told
+    found = re.search(r"the smallest that works: --host-memory ([\d.]+) ([KMG]iB)", told)
+    assert found is not None
+    assert found[2] == "GiB" and 4 < float(found[1]) < 5
+    code, _, error = call(*few, found[1] + found[2])
+    assert code == 0, error
+
+
+def test_the_device_of_a_cpu_has_a_share_of_the_memory_given(tmp_path: Path) -> None:
+    few = ("--preset", "tiny", "--no-advice", "--gpu", "cpu")
+    report = plan_report(tmp_path, *few, "--host-memory", "8GiB")
+    assert report["placement"]["budgets"]["device"] + report["placement"]["budgets"]["host"] <= 8 * GIB
+    report = plan_report(tmp_path, *few, "--host-memory", "8GiB", "--device-memory", "3GiB")
+    assert 2 * GIB < report["placement"]["budgets"]["device"] + GIB <= 3 * GIB
 
 
 def test_smaller_state_is_advised_where_a_format_exists(planned: tuple[dict[str, Any], str], tmp_path: Path) -> None:

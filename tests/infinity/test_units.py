@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity
-from infinity.errors import UnsupportedModelError
+from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.units import RESIDENT_NAME, Parameters, UnitSpec, partition
 from tests import zoo
 from tests.conftest import MakeEngine
@@ -455,3 +455,29 @@ def test_backward_begins_with_what_encloses(offload: MakeEngine) -> None:
     expected = "embed first first.inner.0 first.inner.1 second second.inner.0 second.inner.1 head"
     backward = "head second second.inner.1 second.inner.0 first first.inner.1 first.inner.0 embed"
     assert [names[access.unit] for access in trace] == expected.split() + backward.split()
+
+
+def _unfound() -> nn.Module:
+    """Blocks that no rule finds: each lies in a module of its own class."""
+    holders = [type(f"Holder{number}", (Model,), {})(block=Block()) for number in range(3)]
+    return Model(**{f"part{number}": holder for number, holder in enumerate(holders)})
+
+
+def test_a_model_whose_blocks_were_not_found_gets_a_hint(offload: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    offload(_unfound(), resident_threshold="4KiB")
+    assert "stay on the device for good" in caplog.text
+    assert "unit_classes=['Block']" in caplog.text
+    assert "Block (3 times)" in caplog.text
+
+
+def test_a_model_whose_blocks_were_chosen_gets_no_hint(offload: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    offload(_unfound(), resident_threshold="4KiB", unit_classes=["Block"])
+    assert "unit_classes" not in caplog.text
+
+
+@pytest.mark.parametrize("settings", [{"micro_batches": 2}, {"activations": "host"}], ids=["slices", "activations"])
+def test_settings_that_only_units_follow_are_refused_without_units(
+    offload: MakeEngine, settings: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=r"would do nothing: .* unit_classes=\['Block'\]"):
+        offload(_unfound(), resident_threshold="4KiB", **settings)

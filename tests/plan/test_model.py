@@ -82,6 +82,8 @@ def test_a_model_that_cannot_be_followed_is_estimated(factories: ModuleType) -> 
     factories.make = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # type: ignore[attr-defined]
     plan = planned("plan_factories:make")
     assert not plan.is_traced
+    assert plan.untraced.startswith("RuntimeError: ")
+    assert "\n" not in plan.untraced
     assert plan.forward_flops == 2 * 2 * 32 * plan.parameters
 
 
