@@ -20,7 +20,7 @@ from infinity.checkpoint.tiers import CHECKPOINT_STEP
 from infinity.config import Config
 from infinity.durable.journal import Journal
 from infinity.durable.notes import StoredRun
-from infinity.durable.restore import find_run, restore_shards
+from infinity.durable.restore import find_run, make_way, restore_shards
 from infinity.durable.together import find_run_of_ranks
 from infinity.engine_state import StatefulEngine
 from infinity.gather import UserHold
@@ -69,7 +69,10 @@ class Engine(StatefulEngine):
         resume: bool = False,
         wrap_backend: WrapBackend | None = None,
     ) -> None:
-        run = find_run(config, resume=resume) if ranks is None else find_run_of_ranks(config, ranks, resume=resume)
+        if ranks is not None:
+            run = find_run_of_ranks(config, ranks, resume=resume)
+        elif (run := find_run(config, resume=resume)) is None:
+            make_way(config)
         self.loaded_weights: LoadedWeights | None = None
         self._territory = Territory(model)
         self._tensor_parallel = TensorParallel(model)

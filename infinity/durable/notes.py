@@ -149,6 +149,11 @@ class StoredRun:
     buffers: dict[str, torch.Tensor]
     extra: dict[str, Any]
 
+    @property
+    def is_untrained(self) -> bool:
+        """Whether nothing would be lost with it: no step was made and no checkpoint loaded, which is an epoch too."""
+        return self.step == 0 and self.state.epoch <= 1
+
     @classmethod
     def parse(cls, path: Path, step: int, notes: Mapping[str, bytes]) -> StoredRun:
         """What `Manifest.notes` gave.

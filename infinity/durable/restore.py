@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,12 @@ from infinity.lockstep import Lockstep, Want
 from infinity.observe.stalls import StallCause
 from infinity.runtime import Runtime
 from infinity.updates import Updates
-from storage.durable import durable_folder
+from storage.durable import DurableFolder, durable_folder
+from storage.manifest import MANIFEST_FILE
+from storage.swapfile import OWNER_FILE, make_directory_error
 from storage.types import Priority, Ticket, TrafficTag
+
+_log = logging.getLogger(__name__)
 
 
 def restore_shards(runtime: Runtime, run: StoredRun) -> None:
@@ -97,7 +102,7 @@ def _refuse_missing_drives(run: StoredRun, paths: Sequence[Path]) -> None:
 
 
 def find_run(config: Config, *, resume: bool) -> StoredRun | None:
-    """The run that an engine is to continue; None for a new one.
+    """The run that an engine is to continue; None for a new one, before which `make_way` is called.
 
     Raises:
         ConfigError: the settings do not fit, or a run is there that would be overwritten.
@@ -120,11 +125,50 @@ def find_run(config: Config, *, resume: bool) -> StoredRun | None:
     if run is not None and resume:
         _refuse_missing_drives(run, paths)
     if run is not None and not resume:
+        if run.is_untrained:
+            return None
         raise ConfigError(
-            f"{folder} holds a run at step {run.step}, which would be lost. Continue it (resume=True, `infinity train "
-            f"--resume {paths[0]}`), choose another directory, or remove it (`infinity clean --resumable {paths[0]}`)"
+            f"{folder} holds a run at step {run.step}, which would be lost. Continue it (infinity.offload(..., "
+            f"resume=True), then engine.restore(); one of the command line: `infinity train --resume {paths[0]}`), "
+            f"choose another directory, or remove it (`infinity clean --resumable {paths[0]}`)"
         )
     return run
+
+
+def make_way(config: Config) -> None:
+    """Remove a run that ended before its first step from where a new one begins; nothing is lost with it.
+
+    Raises:
+        SwapInUseError: a process is still at it.
+        StorageError: it is damaged, or cannot be removed.
+    """
+    paths = config.nvme.paths
+    if config.durability is not Durability.STEP or not paths:
+        return
+    if (run := read_run(durable_folder(paths[0]))) is None or not run.is_untrained:
+        return
+    for path in paths:  # the first one has the manifest, without which the files of the others mean nothing
+        if durable_folder(path).is_dir():
+            _empty_untrained(path)
+    _log.info("%s held a run that ended before its first step; a new one begins there", run.path)
+
+
+def _empty_untrained(directory: Path) -> None:
+    path = durable_folder(directory)
+    try:
+        folder = DurableFolder(path, "making way for a new run")
+        try:
+            run = read_run(path)  # nobody else is at it now; until now somebody might have been
+            if run is not None and not run.is_untrained:
+                raise ConfigError(f"{path} holds a run at step {run.step} by now, which would be lost")
+            # What sqlite keeps beside the manifest goes before it, for it would be applied to the next one.
+            for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST_FILE):
+                if file.name != OWNER_FILE:
+                    file.unlink()
+        finally:
+            folder.close()
+    except OSError as error:
+        raise make_directory_error(directory, error) from error
 
 
 def restore(

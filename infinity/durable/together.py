@@ -19,7 +19,7 @@ from typing import Any
 
 from infinity.config import Config
 from infinity.durable.notes import RUN, StoredRun, StoredState, read_run
-from infinity.durable.restore import find_run
+from infinity.durable.restore import find_run, make_way
 from infinity.errors import CheckpointError, InfinityError
 from infinity.ranks import Ranks
 from infinity.rendezvous import exchange_early
@@ -41,7 +41,10 @@ def find_run_of_ranks(config: Config, ranks: Ranks, *, resume: bool) -> StoredRu
     if paths:
         own = config.with_(nvme={"paths": [directory_of_rank(path, ranks.global_rank) for path in paths]})
     where = paths[0] if paths else Path()
-    return agree_on_run(ranks, lambda: find_run(own, resume=resume), where, config.rank_timeout_s)
+    run = agree_on_run(ranks, lambda: find_run(own, resume=resume), where, config.rank_timeout_s)
+    if run is None:
+        make_way(own)
+    return run
 
 
 def agree_on_run(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import infinity
+from storage.errors import StorageError
 from storage.filesystems import sync_data
 from storage.versioned import VersionedStore
 from tests.conftest import small_config
@@ -166,6 +167,40 @@ def test_the_same_model_in_other_groups_is_told_from_another_model(tmp_path: Pat
     again = run_in(tmp_path, resume=True)  # nothing of it was lost
     assert again.engine.restore() == first_note
     again.engine.close()
+
+
+def test_a_run_that_ended_before_its_first_step_does_not_block_the_next_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    for drive in drives:
+        drive.mkdir()
+    settings: dict[str, Any] = {"nvme": {"paths": drives}, "host": {"budget": "300KiB"}}
+    infinity.offload(build(lambda: Net(blocks=2)), durable(tmp_path, **settings)).close()
+    with caplog.at_level("INFO", logger="infinity"):
+        first = run_in(tmp_path, **settings)  # of another model, and with everything that it needs
+    assert "ended before its first step" in caplog.text
+    with pytest.raises(StorageError, match="in use by process"):  # one that goes on is not replaced
+        run_in(tmp_path, **settings)
+    losses = first.train(0, 1)
+    check_space(first.engine)
+    note(first)
+    first.engine.close()
+    told = r"holds a run at step 1, which would be lost. Continue it \(infinity.offload\(..., resume=True\)"
+    with pytest.raises(infinity.ConfigError, match=told):
+        run_in(tmp_path, **settings)
+    again = run_in(tmp_path, resume=True, **settings)
+    assert again.engine.committed_step == len(losses) == 1
+    again.engine.close()
+
+
+def test_a_checkpoint_that_was_loaded_before_the_first_step_is_not_lost(tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    with infinity.offload(build(Net), durable(tmp_path / "swap")) as engine:
+        engine.save(tmp_path / "saved")
+        engine.load(tmp_path / "saved")
+    with pytest.raises(infinity.ConfigError, match="holds a run at step 0, which would be lost"):
+        infinity.offload(build(Net), durable(tmp_path / "swap"))
 
 
 def test_another_optimizer_than_the_planned_one(tmp_path: Path) -> None:
