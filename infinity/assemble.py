@@ -22,7 +22,7 @@ from infinity.durable.notes import StoredRun
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.grouping import make_groups
 from infinity.groups import ALONE, FlatGroup, Unit
-from infinity.init import small_staging_nbytes, staging_nbytes
+from infinity.init import is_empty, small_staging_nbytes, staging_nbytes
 from infinity.local_share import host_budget_nbytes, told_local_size
 from infinity.materialise import FirstValues
 from infinity.optim.hyper import Kernel
@@ -108,7 +108,8 @@ def draw_up(
     chunk_nbytes = config.chunk if run is None else run.layout.chunk_nbytes(kernel.fields)
     staging = staging_nbytes(model, units, groups, values)
     request = _request(config, units, groups, kernel, device, local_size, chunk_nbytes, staging)
-    request = replace(request, small_staging_nbytes=small_staging_nbytes(model, units, groups, values, device))
+    small_staging = small_staging_nbytes(model, units, groups, values, device)
+    request = replace(request, small_staging_nbytes=small_staging, is_empty=is_empty(groups, values))
     if collectives is not None:
         _refuse_durable_ranks(config)
         request = _with_ranks(request, config, groups, collectives)

@@ -150,6 +150,11 @@ class HostDivision:
         widest = max(GRAD_DTYPE.itemsize, *(g.shard_dtype.itemsize for g in self._request.groups))
         return PASSAGE_DEPTH * numel * widest
 
+    @property
+    def first_values_nbytes(self) -> int:
+        """What the first values of the parameters need beyond a step."""
+        return max(self._missing_for_staging() - self._sizes.working_set_nbytes, 0)
+
     def _missing_for_staging(self) -> int:
         """What the window adds to the parts that, empty before the first step, stage the initial values."""
         others = self.gradients_nbytes + self.transit_nbytes + self.pipeline_nbytes + self.passage_nbytes

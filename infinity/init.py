@@ -73,6 +73,11 @@ def _is_meta(group: FlatGroup) -> bool:
     return any(parameter.is_meta for parameter in sources_of(group))
 
 
+def is_empty(groups: Sequence[FlatGroup], values: FirstValues | None) -> bool:
+    """Whether parameters have no data, and get first values that no file holds."""
+    return (values is None or values.match is None) and any(map(_is_meta, groups))
+
+
 def staging_nbytes(
     model: nn.Module,
     units: Sequence[Unit],

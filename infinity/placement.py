@@ -101,6 +101,8 @@ def make_placement(request: Request) -> Placement:
         problems.append(_refusal(request, "device", device_minimum, device_terms))
     if request.host_budget_nbytes < host.minimum_nbytes:
         problems.append(_refusal(request, "host", host.minimum_nbytes, host.terms()))
+        if request.is_empty and host.first_values_nbytes:
+            problems.append(_told_first_values(host.first_values_nbytes))
     if problems:
         raise PlacementError("\n".join(problems))
     if host.chunked:
@@ -198,6 +200,16 @@ def _refusal(request: Request, tier: Literal["device", "host"], minimum_nbytes: 
     smallest = f"smallest {tier} budget that works ({minimum_nbytes} bytes){total}"
     lines.append(f"  {format_minimum_nbytes(minimum_nbytes):>12}  {smallest}")
     return "\n".join(lines)
+
+
+def _told_first_values(nbytes: int) -> str:
+    return (
+        f"Of the window, {format_nbytes(nbytes)} ({nbytes} bytes) are not for a step but for the initialisation of the "
+        "empty model (infinity.empty_init()), of which its constructors need so much at a time. Give a larger host "
+        "budget; or a larger device budget, in which large parameters are initialised; or build the model with "
+        "memory, outside infinity.empty_init(); or pass infinity.offload(..., init_fn=function), which initialises one "
+        "module after another"
+    )
 
 
 def _device_terms(request: Request, sizes: Sizes) -> tuple[list[Term], int]:

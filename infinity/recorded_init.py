@@ -6,7 +6,7 @@ forgotten. Buffers and plain attributes keep the memory that they get.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +23,7 @@ from infinity.recording.origins import converted_from, is_anything_recorded, is_
 from infinity.recording.plan import ReplayPlan, plan_replay
 from infinity.recording.replay import refuse_changed_constants, replay
 from infinity.recording.tape import Block, Region, Tape, region_of
+from infinity.recording.turns import in_turns, in_turns_drawn_twice
 from infinity.runtime import Runtime
 from infinity.staging import Staged, StagingMemory
 from infinity.territory import Territory
@@ -30,6 +31,8 @@ from infinity.units import overlapping_error
 from storage.align import PAGE_NBYTES, align_up
 
 Counts = Callable[[int], bool]
+
+_SAVING = 0.5  # random numbers are drawn twice where this part of the memory, or less, is enough then
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +110,8 @@ class RecordedValues:
             real = [block for block in tape.real if draws and block.real is not None and block.real() is not None]
             self.real.update(real)
             regions += [Region(block, torch.uint8, (block.nbytes,), (1,), 0) for block in real]
-        self.plan: ReplayPlan = plan_replay(wanted, draws=draws)
-        undefined = self.plan.undefined
+        in_order = plan_replay(wanted, draws=draws)
+        undefined = in_order.undefined
         self.kept = {
             id(kept.tensor): kept
             for is_buffer, _, kept in found_kept
@@ -117,14 +120,35 @@ class RecordedValues:
         parameters = {target.region.block for targets in self.targets.values() for target in targets}
         self.kept_blocks = {kept.region.block for kept in self.kept.values()} - parameters
         self.shared_blocks = {kept.region.block for kept in self.kept.values()} & parameters
-        self._spans = {group.index: self._span(group) for group in self.groups}
+        self.plan = self._cheapest(in_order)
+        self._spans = self._group_spans(self.plan)
 
-    def _span(self, group: FlatGroup) -> tuple[int, int]:
-        blocks = {target.region.block for target in self.targets[group.index]}
-        blocks |= {present.block for present in self.present[group.index] if present.block is not None}
-        spans = [self.plan.spans[block] for block in blocks & self.plan.spans.keys()]
-        end = max(0, len(self.plan.steps) - 1)
-        return (min(first for first, _ in spans), max(last for _, last in spans)) if spans else (end, end)
+    def _cheapest(self, in_order: ReplayPlan) -> ReplayPlan:
+        """The order that holds least, but random numbers are drawn twice only where that saves much."""
+
+        def peak_nbytes(plan: ReplayPlan) -> int:
+            return self._peak_nbytes(plan, lambda nbytes: True)
+
+        together = [self._blocks(group) for group in self.groups]
+        once = min(in_order, in_turns(in_order, together), key=peak_nbytes)
+        twice = in_turns_drawn_twice(in_order, together)
+        return once if twice is None or peak_nbytes(twice) > _SAVING * peak_nbytes(once) else twice
+
+    def _blocks(self, group: FlatGroup) -> dict[Block, None]:
+        """Those of a group, in an order that is the same on every rank."""
+        targets = [target.region.block for target in self.targets[group.index]]
+        present = [present.block for present in self.present[group.index] if present.block is not None]
+        return dict.fromkeys([*targets, *present])
+
+    def _group_spans(self, plan: ReplayPlan) -> dict[int, tuple[int, int]]:
+        """By the indices of groups, the numbers of their first and last steps."""
+        end = max(0, len(plan.steps) - 1)
+        found = {}
+        for group in self.groups:
+            spans = [plan.spans[block] for block in self._blocks(group) if block in plan.spans]
+            first, last = min((first for first, _ in spans), default=end), max((last for _, last in spans), default=end)
+            found[group.index] = first, last
+        return found
 
     def refuse_unusable(self) -> None:
         """Refuse, before anything changes, parameters that share memory or that ordinary construction leaves undefined.
@@ -153,30 +177,36 @@ class RecordedValues:
 
     def nbytes(self, counts: Counts) -> int:
         """Bytes that the replay holds at most, of pieces of memory that count."""
+        return self._peak_nbytes(self.plan, counts)
+
+    def _peak_nbytes(self, plan: ReplayPlan, counts: Counts) -> int:
+        group_spans = self._group_spans(plan)
         direct = {t.region.block for targets in self.targets.values() for t in targets if t.is_direct}
-        extents = [(self._spans[g.index], g.layout.numel * g.source_dtype.itemsize) for g in self.groups]
-        for block, span in self._block_spans().items():
+        extents = [(group_spans[g.index], g.layout.numel * g.source_dtype.itemsize) for g in self.groups]
+        for block, span in self._block_spans(plan, group_spans).items():
             if block not in direct and block not in self.kept_blocks:
                 extents.append((span, _aligned(block.nbytes)))
-        return self.plan.peak_nbytes(extents, counts, _aligned)
+        return plan.peak_nbytes(extents, counts, _aligned)
 
     def ending(self) -> dict[int, tuple[list[FlatGroup], list[Block]]]:
         """After which step which groups are complete, and which blocks' memory is not needed any more."""
         found: dict[int, tuple[list[FlatGroup], list[Block]]] = {}
         for group in self.groups:
             found.setdefault(self._spans[group.index][1], ([], []))[0].append(group)
-        for block, (_, last) in self._block_spans().items():
+        for block, (_, last) in self._block_spans(self.plan, self._spans).items():
             if block not in self.kept_blocks:
                 found.setdefault(last, ([], []))[1].append(block)
         return found
 
-    def _block_spans(self) -> dict[Block, tuple[int, int]]:
+    def _block_spans(
+        self, plan: ReplayPlan, group_spans: Mapping[int, tuple[int, int]]
+    ) -> dict[Block, tuple[int, int]]:
         """First and last step; a parameter is taken out of a storage that is not its own when its group is placed."""
-        spans = dict(self.plan.spans)
+        spans = dict(plan.spans)
         for group in self.groups:
             for block in {target.region.block for target in self.targets[group.index]} & spans.keys():
                 first, last = spans[block]
-                spans[block] = first, max(last, self._spans[group.index][1])
+                spans[block] = first, max(last, group_spans[group.index][1])
         return spans
 
     def fill(self, runtime: Runtime, on_done: Callable[[FlatGroup], None]) -> None:

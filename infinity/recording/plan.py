@@ -24,6 +24,14 @@ class Need(Enum):
     VALUES = auto()
 
 
+class Numbers(Enum):
+    """What a drawing does about the state of its generator."""
+
+    GO_ON = auto()
+    NOTED = auto()  # the state before it is noted
+    PUT_BACK = auto()  # it begins in the state that was noted for the same operation
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One entry of a tape that is needed."""
@@ -31,6 +39,7 @@ class Step:
     tape: Tape
     entry: Operation | Reseeded
     need: Need
+    numbers: Numbers = Numbers.GO_ON
 
 
 @dataclass(slots=True)
@@ -38,6 +47,7 @@ class ReplayPlan:
     """What is replayed, of one tape after another.
 
     Attributes:
+        steps: in the order of the tape, or in another one; see turns.py.
         spans: for every block that gets values, the numbers of its first and its last step.
         undefined: blocks whose values depend on memory that nothing ever filled.
     """
@@ -63,10 +73,16 @@ class ReplayPlan:
                 changes[last + 1] -= nbytes
         held = peak = 0
         for number in range(max(1, len(self.steps))):
-            held += changes[number]
+            held += changes[number] + (_noted_nbytes(self.steps[number], counts) if number < len(self.steps) else 0)
             scratch = _scratch_nbytes(self.steps[number]) if number < len(self.steps) else []
             peak = max(peak, held + sum(align(nbytes) for nbytes in scratch if counts(nbytes)))
         return peak
+
+
+def _noted_nbytes(step: Step, counts: Callable[[int], bool]) -> int:
+    """By how much the noted states of generators grow."""
+    nbytes = 0 if step.numbers is Numbers.GO_ON or step.entry.track is None else step.entry.track.start.nbytes
+    return (nbytes if step.numbers is Numbers.NOTED else -nbytes) if counts(nbytes) else 0
 
 
 def _scratch_nbytes(step: Step) -> list[int]:
@@ -82,15 +98,22 @@ def plan_replay(wanted: Mapping[Tape, Collection[Region]], *, draws: bool) -> Re
     Args:
         draws: draw the numbers of operations that are not needed.
     """
-    plan = ReplayPlan()
+    found: list[Step] = []
+    undefined: set[Block] = set()
     for tape, regions in wanted.items():
         live: dict[Block, _Bytes] = {}
         for region in regions:
             _add(live, region)
         steps = [Step(tape, entry, _need(entry, live, draws=draws)) for entry in reversed(tape.entries)]
         needed = [step for step in reversed(steps) if step.need is not Need.NOTHING]
-        plan.undefined |= _undefined(live.keys(), needed)
-        plan.steps += needed
+        undefined |= _undefined(live.keys(), needed)
+        found += needed
+    return plan_of(found, undefined)
+
+
+def plan_of(steps: list[Step], undefined: set[Block]) -> ReplayPlan:
+    """The plan of doing these steps."""
+    plan = ReplayPlan(steps, undefined=undefined)
     for number, step in enumerate(plan.steps):
         if step.need is Need.VALUES and isinstance(step.entry, Operation):
             for region in (*step.entry.reads, *step.entry.writes):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from infinity.errors import UnsupportedModelError
 from infinity.recording.lowering import new_results
 from infinity.recording.origins import advance
-from infinity.recording.plan import Need, ReplayPlan, Step
+from infinity.recording.plan import Need, Numbers, ReplayPlan, Step
 from infinity.recording.tape import Block, Constant, Operation, Region, Reseeded, Tape
 
 TakeMemory = Callable[[Block], torch.Tensor]
@@ -41,12 +41,13 @@ def replay(
     for block, (_, last) in plan.spans.items():
         closing.setdefault(last, []).append(block)
     with ExitStack() as stack, torch.no_grad():
-        current: _Numbers | None = None
+        current: _Generators | None = None
         for number, step in enumerate(plan.steps):
             # Of one tape after another; each one's generators are as its construction found them.
             if current is None or current.tape is not step.tape:
                 stack.close()
-                current = stack.enter_context(_Numbers(step.tape, plan))
+                current = stack.enter_context(_Generators(step.tape, plan))
+            current.before(step)
             if isinstance(step.entry, Reseeded):
                 current.set(step.entry)
             elif step.need is Need.VALUES:
@@ -114,7 +115,7 @@ def _value_of(constant: Constant, operation: Operation) -> torch.Tensor:
     return constant.value
 
 
-class _Numbers:
+class _Generators:
     """The generators of one tape while it is replayed."""
 
     def __init__(self, tape: Tape, plan: ReplayPlan) -> None:
@@ -123,11 +124,25 @@ class _Numbers:
         self._kept: dict[int, torch.Tensor | None] = {id(entry.after): None for entry in returns if entry.after}
         self._tapes = {id(step.tape): step.tape for step in plan.steps}
         self._before = [(track, track.generator.get_state()) for track in tape.tracks]
+        self._noted: dict[int, torch.Tensor] = {}
+        self._ends: dict[int, torch.Tensor] = {}
 
-    def __enter__(self) -> _Numbers:
+    def __enter__(self) -> _Generators:
         for track in self.tape.tracks:
             track.generator.set_state(track.start)
         return self
+
+    def before(self, step: Step) -> None:
+        """Note the state from which a drawing will be done once more, or put it back."""
+        if step.entry.track is None or step.numbers is Numbers.GO_ON:
+            return
+        generator = step.entry.track.generator
+        if step.numbers is Numbers.NOTED:
+            self._noted[id(step.entry)] = generator.get_state()
+            return
+        if id(step.entry.track) not in self._ends:  # the first one that is done again: all have been done once
+            self._ends[id(step.entry.track)] = generator.get_state()
+        generator.set_state(self._noted.pop(id(step.entry)))
 
     def set(self, entry: Reseeded) -> None:
         """As the constructor did it."""
@@ -144,7 +159,9 @@ class _Numbers:
 
     def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
         for track, present in self._before:
-            end, left = track.generator.get_state(), track.left
+            end, left = self._ends.get(id(track), track.generator.get_state()), track.left
+            if kind is None:
+                track.generator.set_state(end)
             if kind is not None or not torch.equal(present, left):
                 track.generator.set_state(present)
             if kind is None:
