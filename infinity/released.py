@@ -154,7 +154,9 @@ def refuse_copy(what: str) -> NoReturn:
     raise NotGatheredError(
         f"{what} can neither be deep-copied nor pickled: its values and state are offloaded. To store it use "
         "engine.save(), for values in memory infinity.state_dicts.get_model_state_dict(engine) or clones taken inside "
-        "`with infinity.gathered(module):`; for a second model build one and offload it with weights=CHECKPOINT"
+        "`with infinity.gathered(module):`; for a second model build one and offload it with weights=CHECKPOINT; "
+        "for an average of the weights (EMA), where AveragedModel takes a copy, see 'An average of the weights' in the "
+        "user guide"
     )
 
 

@@ -39,6 +39,7 @@ class Display:
     ) -> None:
         self.console = console
         self._n_steps = n_steps
+        self._n_done = 0
         self._counters = counters
         self._drives = drives
         self._is_live = can_redraw(console) if live is None else live
@@ -66,8 +67,10 @@ class Display:
 
     def step(self, record: StepRecord) -> None:
         """A step is over."""
+        self._n_done += 1
         if self._view is None:
-            self.console.print(step_line(record), markup=False, soft_wrap=True)
+            line = f"{step_line(record)}  {self._n_done} of {self._n_steps}"
+            self.console.print(line, markup=False, soft_wrap=True)
         else:
             self._view.step(record)
 

@@ -96,6 +96,7 @@ def test_plain_output_has_a_line_per_step() -> None:
         display.step(_record(1))
     assert isinstance(console.file, io.StringIO)
     assert [line.split("  ")[0] for line in console.file.getvalue().splitlines()] == ["step 0", "step 1"]
+    assert [line.split("  ")[-1] for line in console.file.getvalue().splitlines()] == ["1 of 2", "2 of 2"]
 
 
 def test_the_live_display_shows_progress_loss_tiers_drives_and_waits() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import infinity
 from infinity.observe.shortages import report_of
@@ -338,3 +341,36 @@ def test_a_numpy_array_of_what_is_always_there_does_not_keep_the_engine_from_clo
     del array
     engine.close()
     check_empty(engine)
+
+
+def test_the_average_of_the_user_guide_is_that_of_torch(offload: MakeEngine, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/user-guide.md").read_text()
+    recipe = next(
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def update_average" in block
+    )
+    ours, plain = build(Net), build(Net)
+    engine = offload(ours)
+    expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    names: dict[str, Any] = {"torch": torch, "engine": engine}
+    exec(recipe.rpartition("update_average()")[0], names)
+    optimizers = infinity.AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    for step in range(3):
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            loss_of(model, batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.update_parameters(plain)
+        names["update_average"](decay=0.9)
+    average = names["average"]
+    assert all(torch.equal(average[name], p) for name, p in expected.module.named_parameters())
+    save_file(average, tmp_path / "average.safetensors")
+    second = build(Net)
+    offload(second, weights=tmp_path / "average.safetensors")
+    assert all(torch.equal(p, average[name]) for name, p in gathered_parameters(second).items())
+
+
+def test_torchs_averaged_model_is_refused_with_a_way_out(offload: MakeEngine) -> None:
+    model = build(Net)
+    offload(model)
+    with pytest.raises(infinity.NotGatheredError, match="An average of the weights"):
+        AveragedModel(model)
