@@ -35,4 +35,18 @@ def _nearest(model: type[BaseModel], where: tuple[int | str, ...]) -> str:
             owner = annotation
     names = list(owner.model_fields)
     near = get_close_matches(str(where[-1]), names, n=1)
+    if (inner := _of_section(owner, str(where[-1]))) is not None:
+        return f"did you mean {inner}? allowed: {', '.join(names)}"
     return (f"did you mean {near[0]!r}? " if near else "") + f"allowed: {', '.join(names)}"
+
+
+def _of_section(owner: type[BaseModel], name: str) -> str | None:
+    """How a setting of a section is written whose name was joined to that of its section: `host_budget`."""
+    for section, field in owner.model_fields.items():
+        inner = name.removeprefix(f"{section}_")
+        annotation = field.annotation
+        if inner != name and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            near = get_close_matches(inner, list(annotation.model_fields), n=1)
+            if near:
+                return f"{section}={{{near[0]!r}: ...}}"
+    return None

@@ -72,6 +72,8 @@ def test_a_tilde_is_the_users_home_and_no_folder_of_this_name(tmp_path: Path, mo
     ("build", "expected"),
     [
         (lambda: Config(devic={}), ["devic = {}: unknown setting", "did you mean 'device'", "unit_classes"]),
+        (lambda: Config(host_budget="1GiB"), ["did you mean host={'budget': ...}?", "schedule"]),
+        (lambda: Config(nvme_path="/x"), ["did you mean nvme={'paths': ...}?"]),
         (lambda: Config(device={"budgt": 1}), ["device.budgt = 1: unknown", "did you mean 'budget'", "latency_s"]),
         (lambda: Config(zzzzzz=1), ["zzzzzz", "allowed: precision, device"]),
         (lambda: Config(schedule="defered"), ["schedule = 'defered': did you mean 'deferred'?", "'overlapped'"]),
