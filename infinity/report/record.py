@@ -29,7 +29,7 @@ class RunRecord:
 
     Attributes:
         run: the object of `infinity train --json`. Of a run that is not finished, what its rows tell.
-        steps: the rows of `--metrics`, one per step; empty where it was not asked for.
+        steps: the rows of `--metrics`, one per step since the run's first one; empty where it was not asked for.
         spans: complete events of `--trace` ("ts" and "dur" in µs), each with its track's name under "track"; likewise.
         held: what tiers held ("ts" in µs, "name" of the tier, "bytes"), from the trace too.
     """
@@ -64,7 +64,9 @@ class RunRecord:
             )
         if (wrong := wrong_in_run(run)) is not None:
             raise ConfigError(f"{file}: is damaged: {wrong}")
-        steps = _read_lines(path / METRICS_FILE) if folder else []
+        rows = _read_lines(path / METRICS_FILE) if folder else []
+        first_step = run.get("first_step", 0)  # rows before it are of the process that this one continues
+        steps = [row for row in rows if not isinstance(row.get("step"), int) or row["step"] >= first_step]
         if not is_finished:
             run = _measured_by(steps, run.get("counters_at_start", {})) | run
         run = run | {"losses": _numbers(run["losses"])}

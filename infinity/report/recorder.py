@@ -54,7 +54,8 @@ class RunRecorder(Closing):
     Args:
         optimizer: whose run it is.
         folder: to write to; it is made.
-        first_step: number of the first step to come.
+        first_step: number of the first step to come. If it is not 0, a record that is there is continued: rows of
+            earlier steps stay in `metrics.jsonl`; the report's figures are of the steps since.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -157,7 +158,8 @@ class RunRecorder(Closing):
             self._write({"state": RunState.RUNNING.value, "counters_at_start": self._counters})
         except OSError as error:
             raise ConfigError(f"{self._folder}: cannot be written: {error.strerror or error}") from error
-        return TolerantSink(JsonLines(self._folder / METRICS_FILE), f"the record of the run in {self._folder}")
+        rows = JsonLines(self._folder / METRICS_FILE, first_step=self._first_step)
+        return TolerantSink(rows, f"the record of the run in {self._folder}")
 
     def _write(self, more: Mapping[str, Any]) -> None:
         run = self._described() | {"environment": describe_machine(), "first_step": self._first_step, **more}

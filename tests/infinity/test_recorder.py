@@ -59,6 +59,22 @@ def test_what_a_recorded_loop_writes_is_in_the_record_and_once_in_the_ledger(
     assert WearLedger().written_nbytes(device) == written
 
 
+def test_a_record_that_is_continued_keeps_earlier_steps(tmp_path: Path) -> None:
+    """Steps that come again replace those recorded before; the report tells the steps of the last process."""
+    for first_step, losses in ((0, (5.0, 4.0, 3.0)), (2, (2.5, 2.0))):
+        model = build(Net)
+        engine = infinity.offload(model, small_config(tmp_path))
+        optimizer = infinity.AdamW(model.parameters())
+        with engine, RunRecorder(optimizer, tmp_path / "run", first_step=first_step) as recorder:
+            for loss in losses:
+                recorder.step(loss=loss)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(0, 5.0), (1, 4.0), (2, 2.5), (3, 2.0)]
+    record = RunRecord.load(tmp_path / "run")
+    assert [row["step"] for row in record.steps] == [2, 3]
+    assert record.run["losses"] == [2.5, 2.0]
+
+
 def test_the_writes_of_the_last_step_are_in_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are on their way when the block of a `WearWatch` ends."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
