@@ -157,10 +157,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = tuple(self._region(t, is_written=True, starts_undefined=is_overwriting) for t in written)
         known = dict(zip((id(tensor) for tensor in written), writes, strict=True))
         reads: list[Region] = []
+        as_results = set(known)
 
         def encode(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 if id(value) in known:
+                    if is_overwriting and id(value) not in as_results:  # given once more, as in mul(x, 2, out=x)
+                        reads.append(known[id(value)])
+                    as_results.discard(id(value))
                     return known[id(value)]
                 if not value.is_meta and origin_of(value) is None:
                     return _constant(value)

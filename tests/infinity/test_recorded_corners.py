@@ -69,6 +69,19 @@ def _empty(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
         return make()
 
 
+class Onto(nn.Module):
+    """Operations whose result goes where one of their arguments is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        with torch.no_grad():
+            weight, bias = self.line.weight, self.line.bias
+            torch.mul(weight, 0.5, out=weight)
+            torch.add(bias, bias, out=bias)
+            self.norm.weight.copy_(self.norm.weight)
+
+
 class SameSeed(nn.Module):
     """Goes back to a state after a seed that was set twice."""
 
@@ -123,7 +136,7 @@ def test_distributions_are_recorded_whatever_ran_before(offload: MakeEngine) -> 
         bool(torch.distributions.Normal(0.0, 1.0).sample() > 0)
 
 
-@pytest.mark.parametrize("make", [Skipped, Lazy, Tried, Legacy, SameSeed, SameState])
+@pytest.mark.parametrize("make", [Skipped, Lazy, Tried, Legacy, SameSeed, SameState, Onto])
 def test_same_values_as_ordinary_construction(offload: MakeEngine, make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     plain = make()
