@@ -348,7 +348,8 @@ def _recorded(group: FlatGroup, values: FirstValues) -> list[tuple[Tape, _Target
         if is_changed(source, origin.block):
             raise UnsupportedModelError(
                 f"parameter {slot.name!r} was changed after infinity.empty_init(), while it had no memory, so that the "
-                "change is lost. Make it inside the block, or inside `with infinity.gathered(module):` after offloading"
+                "change is lost. Make it inside the block, or in `with infinity.gathered(module):` after offloading. "
+                "Weights are given as infinity.offload(..., weights=FILE), in place of model.load_state_dict()"
             )
         region = region_of(source, origin.block)
         is_direct = source.is_contiguous() and region.start == 0 and region.stop == origin.block.nbytes

@@ -210,7 +210,8 @@ def overlapping_error(name: str, other: str) -> UnsupportedModelError:
     """Two tensors of a model share memory."""
     return UnsupportedModelError(
         f"{name!r} shares memory with {other!r} but is another tensor, so that only plain PyTorch would change "
-        f"both together. Tie parameters by using one object ({name} = {other}), or give it a copy of its own"
+        f"both together. Tie parameters by using one object ({name} = {other}), or give it a copy of its own. "
+        "Where model.load_state_dict(..., assign=True) untied them, give infinity.offload(..., weights=FILE) instead"
     )
 
 

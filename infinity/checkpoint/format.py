@@ -246,7 +246,13 @@ def _why_none(folder: Path) -> str:
             f"there is no checkpoint at {folder}: a run with durability='step' lies there. Continue it (resume=True, "
             "`infinity train --resume`); engine.save() then makes a checkpoint of it"
         )
-    return f"there is no checkpoint at {folder}: {INDEX_FILE} is missing; give the folder that save() made"
+    told = f"there is no checkpoint at {folder}: {INDEX_FILE} is missing; give the folder that save() made"
+    if folder.is_file() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        told += (
+            ". Weights alone are given as infinity.offload(..., weights=PATH); `infinity checkpoint import` makes a "
+            "checkpoint of torch.save's files, with the optimizer's state"
+        )
+    return told
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -424,3 +425,24 @@ def test_what_is_no_file_with_weights_is_refused(tmp_path: Path, how: str) -> No
 def test_a_path_where_nothing_is(tmp_path: Path) -> None:
     with pytest.raises(infinity.CheckpointError, match="nothing is there"):
         open_weights(tmp_path / "nowhere")
+
+
+def test_other_ways_to_give_weights_are_told_of_the_one_there_is(tmp_path: Path) -> None:
+    """A file that is no checkpoint; values for a model that has no memory; tied parameters that torch untied."""
+    values = build(Net).state_dict()
+    torch.save(values, tmp_path / "x.pt")
+    with infinity.offload(build(Net), small_config(tmp_path)) as engine:
+        told = r"infinity\.offload\(\.\.\., weights=PATH\); `infinity checkpoint import`"
+        with pytest.raises(infinity.CheckpointError, match=told):
+            engine.load(tmp_path / "x.pt")
+    with infinity.empty_init():
+        model = Net()
+    with warnings.catch_warnings(action="ignore"):  # torch tells of the copy that does nothing
+        model.load_state_dict(values)
+    with pytest.raises(infinity.UnsupportedModelError, match=r"weights=FILE\), in place of model\.load_state_dict"):
+        infinity.offload(model, small_config(tmp_path))
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    tied.load_state_dict(tied.state_dict(), assign=True)
+    with pytest.raises(infinity.UnsupportedModelError, match=r"assign=True\) untied them.*weights=FILE"):
+        infinity.offload(tied, small_config(tmp_path))
