@@ -175,7 +175,8 @@ def _remembered(moments: Sequence[Moment], events: Sequence[TraceEvent]) -> list
     Raises:
         ConfigError: it does not hold even one.
     """
-    oldest_s = min((event.start_s for event in events), default=float("inf"))
+    # Events are noted when they end, so those that were forgotten began before the end of the oldest one that is left.
+    oldest_s = events[0].start_s + events[0].duration_s if events else float("inf")
     held = [moment for moment in moments if moment.at_s >= oldest_s]
     if len(held) < 2:
         raise ConfigError(

@@ -19,6 +19,7 @@ from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
 from infinity.grouping import make_groups
 from infinity.groups import ALONE
+from infinity.host_division import _SMALL_PART, HostDivision, small_groups
 from infinity.init import staging_nbytes
 from infinity.layout import Sharding
 from infinity.optim.hyper import most_nbytes_per_element
@@ -122,8 +123,13 @@ def plan_at(request: Request, host_budget_nbytes: int) -> Placement:
 
 @dataclass(frozen=True, order=True)
 class Worth:
-    """What a plan is for, the most useful first. More is better."""
+    """What a plan is for, the most useful first. More is better.
 
+    Small groups come before the gradients of others, see [Note: small groups] in host_division.py: a budget that has
+    room for one more of them may hold fewer of those.
+    """
+
+    small_held: int
     gradients_held: int
     params_pinned: int
     states_pinned: int
@@ -132,7 +138,9 @@ class Worth:
 def worth(request: Request, plan: Placement) -> Worth:
     sizes = [group.layout.numel for group in request.groups]
     held = [group.index for group in request.groups if group.index not in plan.spilled_gradients]
+    small = small_groups(Sizes(request), HostDivision(request, Sizes(request)).minimum_nbytes // _SMALL_PART)
     return Worth(
+        sum(index in plan.pinned_params and index in held for index in small),
         sum(sizes[index] for index in held),
         sum(request.groups[index].shard_nbytes for index in plan.pinned_params),
         sum(sizes[index] for index in plan.pinned_states),
@@ -231,6 +239,18 @@ def test_more_memory_is_never_used_worse(request: Request, data: st.DataObject) 
         assert less.pipeline_nbytes <= more.pipeline_nbytes
         assert less.chunk_numel <= more.chunk_numel
         assert less.host_minimum_nbytes == more.host_minimum_nbytes
+
+
+def test_small_groups_come_before_gradients_of_others() -> None:
+    """Where first values need most of the memory, there is less than small groups need beside the gradients."""
+    with torch.device("meta"):
+        model = Stack([5, 150], tied=False, frozen=2, nested=False)
+    request = replace(request_of(model, Precision.BF16, threshold_nbytes=0), staging_nbytes=749_568)
+    plans = [plan_at(request, budget) for budget in range(749_568, 1_200_000, 4096)]
+    values = [worth(request, plan) for plan in plans]
+    assert values == sorted(values)
+    held = [value.gradients_held for value in values]
+    assert held != sorted(held)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

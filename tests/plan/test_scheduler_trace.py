@@ -9,6 +9,7 @@ import pytest
 
 from infinity.config import Schedule
 from infinity.errors import ConfigError
+from infinity.observe.trace import TraceEvent
 from infinity.order import Phase
 from infinity.plan.drives import DriveModel
 from infinity.plan.scheduler_trace import SchedulerTrace, read_trace, record, to_text
@@ -70,6 +71,8 @@ def test_a_long_run_is_recorded_by_the_steps_that_the_trace_still_holds(tmp_path
         third_s = observer.moments[3].at_s
         while events[0].start_s < third_s:
             events.popleft()
+        longest = TraceEvent("x", "read", observer.moments[1].at_s, 60.0, "drive 0", 0)  # began early, noted late
+        events.append(longest)
         found = record(engine._runtime, observer, machine={}, micro_batches=1, traffic=traffic)
         assert found.calibration.steps < 3
         assert sum(unit.forward_s + unit.backward_s for unit in found.units) == pytest.approx(
