@@ -58,7 +58,7 @@ def test_hybrid_ranks_give_whole_tensors(tmp_path: Path) -> None:
 def test_a_rank_that_fails_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     first, second = values(run_ranks(fail_to_read_and_write, 2, tmp_path))
     for said in (first, second):
-        assert "is there and is not a checkpoint" in said["there"]
+        assert "is there and is not an export" in said["there"]
         assert "has no adapter to merge" in said["no adapter"]
         assert "RankError: the folders to export to differ" in said["other folders"]
         assert "has 'more', which the model does not have" in said["another model"]
