@@ -35,6 +35,16 @@ def _start_and_wait(folder: Path, beginning: str, *arguments: str) -> tuple[subp
     raise AssertionError(f"the run ended before {beginning!r}:\n{seen}\n{error}")
 
 
+def _ended_with(code: int, process: subprocess.Popen[str]) -> str:
+    """Wait for the end of a run that was told to stop; what it wrote to the error stream."""
+    try:
+        _, error = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == code, error
+    return error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "arguments"),
@@ -50,11 +60,7 @@ def test_stops_clean_in_the_middle_of_a_step(
     process, _ = _start_and_wait(tmp_path, "step 2", *arguments)
     assert list(tmp_path.iterdir()) != []
     process.send_signal(number)
-    try:
-        _, error = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    assert process.returncode == code, error
+    error = _ended_with(code, process)
     assert "stopped" in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
@@ -67,11 +73,7 @@ def test_a_run_that_is_stopped_while_it_is_compared_keeps_what_it_measured(tmp_p
     options = ("--steps", "3", "--baseline", "--record", str(record))
     process, _ = _start_and_wait(swap, "running the same training in plain PyTorch", *options)
     process.send_signal(signal.SIGINT)
-    try:
-        _, error = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    assert process.returncode == 130, error
+    _ended_with(130, process)
     kept = RunRecord.load(record)
     assert kept.state is RunState.INTERRUPTED
     assert (len(kept.run["losses"]), len(kept.run["traffic"]["per_step"]), kept.run["baseline"]) == (3, 3, None)
@@ -85,11 +87,7 @@ def test_a_second_ctrl_c_does_not_break_the_stop(tmp_path: Path) -> None:
     process, _ = _start_and_wait(tmp_path, "step 1")
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    try:
-        _, error = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    assert process.returncode == 130, error
+    _ended_with(130, process)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -292,13 +292,18 @@ def test_what_stands_beside_an_export_and_would_be_lost_is_named(offload: MakeEn
     assert (out / "model.safetensors.index.json").read_text() == "of another model"
 
 
-def test_a_failed_export_leaves_the_earlier_one(offload: MakeEngine, tmp_path: Path) -> None:
-    _export(offload, tmp_path, build(Net), ExportOptions())
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    path = max((tmp_path / "saved").glob("group-*.safetensors"), key=lambda p: p.stat().st_size)
+def _damage(checkpoint: Path) -> None:
+    """Flip a bit in the largest file of shards."""
+    path = max(checkpoint.glob("group-*.safetensors"), key=lambda p: p.stat().st_size)
     data = bytearray(path.read_bytes())
     data[6000] ^= 1
     path.write_bytes(data)
+
+
+def test_a_failed_export_leaves_the_earlier_one(offload: MakeEngine, tmp_path: Path) -> None:
+    _export(offload, tmp_path, build(Net), ExportOptions())
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    _damage(tmp_path / "saved")
     with pytest.raises(infinity.CheckpointError, match="wrong checksum"):
         export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions())
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
@@ -306,10 +311,7 @@ def test_a_failed_export_leaves_the_earlier_one(offload: MakeEngine, tmp_path: P
 
 def test_damage_is_found_and_nothing_left(offload: MakeEngine, tmp_path: Path) -> None:
     _trained(offload, build(Net), tmp_path / "saved", **_TIGHT)
-    path = max((tmp_path / "saved").glob("group-*.safetensors"), key=lambda p: p.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[6000] ^= 1
-    path.write_bytes(data)
+    _damage(tmp_path / "saved")
     with pytest.raises(infinity.CheckpointError, match="wrong checksum"):
         export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions())
     assert not (tmp_path / "out").exists()

@@ -23,6 +23,7 @@ from infinity.init import staging_nbytes
 from infinity.optim.kernels import kernel_for
 from infinity.units import partition
 from tests.conftest import MakeEngine, small_config
+from tests.infinity.recorded import different, empty
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Attention, Nested, Net, OddNet
 
@@ -251,29 +252,16 @@ def _built(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, tor
     return make(), torch.get_rng_state()
 
 
-def _empty(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
-    torch.manual_seed(seed)
-    with infinity.empty_init():
-        return make()
-
-
-def _different(model: nn.Module, plain: nn.Module) -> list[str]:
-    wanted = dict(plain.named_parameters()) | dict(plain.named_buffers())
-    got = gathered_parameters(model) | dict(model.named_buffers())
-    assert got.keys() == wanted.keys()
-    return [n for n, v in got.items() if v.dtype != wanted[n].dtype or not torch.equal(v, wanted[n])]
-
-
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
 def test_same_values_as_ordinary_construction(offload: MakeEngine, make: Callable[[], nn.Module]) -> None:
     plain, after = _built(make)
     before = torch.random.manual_seed(3).get_state()
-    model = _empty(make)
+    model = empty(make)
     assert any(parameter.is_meta for parameter in model.parameters())
     if make is not Seeds:
         assert torch.equal(torch.get_rng_state(), before)  # building draws nothing
     offload(model)
-    assert _different(model, plain) == []
+    assert different(model, plain) == []
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -352,7 +340,7 @@ class Undefined(nn.Module):
 
 def test_what_ordinary_construction_leaves_undefined_is_refused(offload: MakeEngine) -> None:
     with pytest.raises(infinity.UnsupportedModelError, match=r"'never', 'partly', 'made_of' is left .*init_fn"):
-        offload(_empty(Undefined))
+        offload(empty(Undefined))
 
 
 def test_columns_that_nothing_fills_are_found(offload: MakeEngine) -> None:
@@ -363,7 +351,7 @@ def test_columns_that_nothing_fills_are_found(offload: MakeEngine) -> None:
             nn.init.ones_(self.weight[:, :4])
 
     with pytest.raises(infinity.UnsupportedModelError, match=r"'weight' is left uninitialised"):
-        offload(_empty(Columns))
+        offload(empty(Columns))
 
 
 def test_a_constant_that_is_changed_afterwards_is_refused(offload: MakeEngine) -> None:
@@ -375,7 +363,7 @@ def test_a_constant_that_is_changed_afterwards_is_refused(offload: MakeEngine) -
             self.before = nn.Linear(8, 8)
             self.weight = nn.Parameter(torch.zeros(600, 600) + large)
 
-    model = _empty(Large)
+    model = empty(Large)
     large.add_(1)
     with pytest.raises(infinity.UnsupportedModelError, match=r"\(600, 600\).*has been changed since"):
         offload(model, host={"budget": "64MiB"})
@@ -401,7 +389,7 @@ def test_a_constant_that_is_changed_past_its_counter_is_refused(offload: MakeEng
                     layer.get_parameter("weight").copy_(values)
 
     with pytest.raises(infinity.UnsupportedModelError, match=r"\(600, 600\).*has been changed since"):
-        offload(_empty(Scratch), host={"budget": "64MiB"})
+        offload(empty(Scratch), host={"budget": "64MiB"})
 
 
 @pytest.mark.parametrize("kind", ["inference", "transposed"])
@@ -414,7 +402,7 @@ def test_large_constants_of_any_kind(offload: MakeEngine, kind: str) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(600, 600) + (large.t() if kind == "transposed" else large))
 
-    model = _empty(Large)
+    model = empty(Large)
     offload(model, host={"budget": "64MiB"})
     assert torch.equal(gathered_parameters(model)["weight"], large.t() if kind == "transposed" else large)
 
@@ -428,7 +416,7 @@ def test_small_constants_are_copied(offload: MakeEngine) -> None:
             self.weight = nn.Parameter(torch.zeros(5) + small)
             small.add_(1)
 
-    model = _empty(Small)
+    model = empty(Small)
     offload(model)
     assert gathered_parameters(model)["weight"].tolist() == [1.0] * 5
 
@@ -437,7 +425,7 @@ def test_small_constants_are_copied(offload: MakeEngine) -> None:
 
 
 def test_a_model_changed_under_another_context_is_refused(offload: MakeEngine) -> None:
-    model = _empty(Late)
+    model = empty(Late)
     with infinity.empty_init():
         nn.init.zeros_(model.get_parameter("inner.weight"))
     with pytest.raises(infinity.UnsupportedModelError, match=r"'inner\.weight' was made under one .* under another"):
@@ -458,7 +446,7 @@ def test_adapters_of_a_second_context(offload: MakeEngine) -> None:
     with infinity.empty_init():
         extend(model)
     offload(model)
-    assert _different(model, plain) == []
+    assert different(model, plain) == []
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -471,8 +459,8 @@ def test_two_models_one_after_the_other(offload: MakeEngine) -> None:
         second = Raw()
     offload(first)
     offload(second)
-    assert _different(first, plain[0]) == []  # type: ignore[index]
-    assert _different(second, plain[1]) == []  # type: ignore[index]
+    assert different(first, plain[0]) == []  # type: ignore[index]
+    assert different(second, plain[1]) == []  # type: ignore[index]
     assert torch.equal(torch.get_rng_state(), after)
 
 
@@ -484,19 +472,19 @@ def test_two_models_of_one_context(offload: MakeEngine, *, is_second_first: bool
         both = [Late(), Raw()]
     for number in (1, 0) if is_second_first else (0, 1):
         offload(both[number])
-        assert _different(both[number], plain[number]) == []  # type: ignore[index]
+        assert different(both[number], plain[number]) == []  # type: ignore[index]
     assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_numbers_drawn_in_between_change_nothing(offload: MakeEngine) -> None:
     """Values come from the state in which the construction began; what the user has seeded or drawn since stays."""
     plain, _ = _built(Applied)
-    model = _empty(Applied)
+    model = empty(Applied)
     torch.manual_seed(99)
     torch.rand(5)
     before = torch.get_rng_state()
     offload(model)
-    assert _different(model, plain) == []
+    assert different(model, plain) == []
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -520,7 +508,7 @@ def test_a_generator_of_the_user_continues(offload: MakeEngine) -> None:
 def test_what_is_replaced_by_something_unrecorded_follows_the_rules(offload: MakeEngine, width: int) -> None:
     """So does what is gathered with it."""
     plain, _ = _built(Late)
-    model = _empty(Late)
+    model = empty(Late)
     with torch.device("meta"):
         model.add_module("inner", nn.Linear(width, width))
     if width == 3:  # small enough for the unit of `scale`
@@ -534,7 +522,7 @@ def test_what_is_replaced_by_something_unrecorded_follows_the_rules(offload: Mak
 
 
 def test_init_fn_counts_more_than_the_record(offload: MakeEngine) -> None:
-    model = _empty(Late)
+    model = empty(Late)
     offload(model, init_fn=lambda module: [nn.init.ones_(p) for p in module.parameters(recurse=False)])
     assert all(bool((value == 1).all()) for value in gathered_parameters(model).values())
 
@@ -544,7 +532,7 @@ def test_only_what_files_lack_is_initialised(offload: MakeEngine, tmp_path: Any)
     plain, _ = _built(Applied)
     state = {name: value + 1 for name, value in plain.state_dict().items() if not name.startswith("embed")}
     torch.save(state, tmp_path / "model.pt")
-    model = _empty(Applied)
+    model = empty(Applied)
     offload(model, weights=tmp_path / "model.pt", strict=False)
     torch.manual_seed(3)
     wanted = torch.empty(29, WIDTH).normal_(0.0, 0.02)
@@ -567,18 +555,18 @@ def _staging_nbytes(model: nn.Module) -> tuple[int, int]:
 
 def test_initialising_at_the_end_takes_memory_for_a_block_or_two_and_not_for_the_model(offload: MakeEngine) -> None:
     """What the constructors of layers draw first is overwritten, so it opens no group."""
-    few, largest = _staging_nbytes(_empty(lambda: Applied(4)))
-    many, _ = _staging_nbytes(_empty(lambda: Applied(40)))
+    few, largest = _staging_nbytes(empty(lambda: Applied(4)))
+    many, _ = _staging_nbytes(empty(lambda: Applied(40)))
     assert largest <= many == few <= 3 * largest
     plain, _ = _built(lambda: Applied(40))
-    model = _empty(lambda: Applied(40))
+    model = empty(lambda: Applied(40))
     engine = offload(model, host={"budget": "64MiB"}, schedule="synchronous")
     minimum = engine.plan.placement.host_minimum_nbytes
     engine.close()
-    model = _empty(lambda: Applied(40))
+    model = empty(lambda: Applied(40))
     small = offload(model, host={"budget": minimum}, schedule="synchronous")
     assert small.metrics()["host/peak_bytes"] <= minimum < 40 * largest
-    assert _different(model, plain) == []
+    assert different(model, plain) == []
 
 
 def test_a_projection_filled_in_parts_opens_no_group_before(offload: MakeEngine) -> None:
@@ -592,13 +580,13 @@ def test_a_projection_filled_in_parts_opens_no_group_before(offload: MakeEngine)
                     nn.init.xavier_uniform_(part)
                 nn.init.zeros_(line.get_parameter("bias"))
 
-    nbytes, largest = _staging_nbytes(_empty(Blocks))
+    nbytes, largest = _staging_nbytes(empty(Blocks))
     assert nbytes <= 2 * largest
 
 
 def test_what_was_offloaded_is_forgotten(offload: MakeEngine) -> None:
     """A record goes with the tensors that it is for."""
-    model = _empty(Late)
+    model = empty(Late)
     tape = weakref.ref(model.get_parameter("scale").untyped_storage())
     assert tape() is not None
     offload(model)
@@ -627,13 +615,13 @@ def test_contexts_within_one_another_are_one(offload: MakeEngine) -> None:
     torch.manual_seed(3)
     plain = nn.ModuleDict({"first": nn.Linear(WIDTH, 3), "inner": Late()})
     nn.init.normal_(plain["inner"].get_parameter("scale"))
-    model = _empty(Outer)
+    model = empty(Outer)
     offload(model)
-    assert _different(model, plain) == []
+    assert different(model, plain) == []
 
 
 def test_changes_after_the_context_are_not_lost_silently(offload: MakeEngine) -> None:
-    model = _empty(Late)
+    model = empty(Late)
     nn.init.zeros_(model.get_parameter("inner.weight"))
     with pytest.raises(infinity.UnsupportedModelError, match=r"'inner\.weight' was changed after .* inside the block"):
         offload(model)
@@ -641,7 +629,7 @@ def test_changes_after_the_context_are_not_lost_silently(offload: MakeEngine) ->
 
 def test_what_is_replaced_by_values_after_the_context_has_these(offload: MakeEngine) -> None:
     plain, _ = _built(Late)
-    model = _empty(Late)
+    model = empty(Late)
     model.register_parameter("scale", nn.Parameter(torch.arange(float(WIDTH))))
     offload(model)
     got = gathered_parameters(model)
@@ -657,16 +645,16 @@ def test_parameters_that_share_memory_are_refused(offload: MakeEngine) -> None:
             self.first, self.second = nn.Parameter(values), nn.Parameter(values[1:])
 
     with pytest.raises(infinity.UnsupportedModelError, match=r"'second' shares memory with 'first'"):
-        offload(_empty(Shared))
+        offload(empty(Shared))
 
 
 def test_buffers_without_memory_when_a_run_is_resumed(offload: MakeEngine, tmp_path: Any) -> None:
     """Only they are initialised; no numbers are drawn for parameters whose values the swap files hold."""
     plain, _ = _built(Buffers)
     settings: dict[str, Any] = {"durability": "step", "host": {"budget": "4MiB"}}
-    first = _empty(Buffers)
+    first = empty(Buffers)
     offload(first, **settings).close()
-    second = _empty(Buffers, seed=4)
+    second = empty(Buffers, seed=4)
     with infinity.offload(second, small_config(tmp_path, **settings), resume=True):
         assert torch.equal(gathered_parameters(second)["line.weight"], plain.get_parameter("line.weight"))
         for name in ("frequencies", "mask", "table", "norm.running_var"):

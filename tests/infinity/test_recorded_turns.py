@@ -20,7 +20,7 @@ from infinity.recorded_init import RecordedValues
 from infinity.recording.plan import Numbers
 from infinity.units import partition
 from tests.conftest import MakeEngine
-from tests.parity.loops import gathered_parameters
+from tests.infinity.recorded import different, empty
 
 WIDTH = 192
 BLOCKS = 12
@@ -209,19 +209,6 @@ class Coins(Blocks):
             block.proj.weight.data.copy_(torch.bernoulli(block.up.weight.data[:WIDTH].abs()))
 
 
-def _empty(make: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
-    torch.manual_seed(seed)
-    with infinity.empty_init():
-        return make()
-
-
-def _different(model: nn.Module, plain: nn.Module) -> list[str]:
-    wanted = dict(plain.named_parameters()) | dict(plain.named_buffers())
-    got = gathered_parameters(model) | dict(model.named_buffers())
-    assert got.keys() == wanted.keys()
-    return [name for name, value in got.items() if not torch.equal(value, wanted[name])]
-
-
 def _groups(model: nn.Module) -> tuple[list[FlatGroup], list[Unit]]:
     kernel = kernel_for(infinity.Precision.FP32)
     specs = partition(model, resident_threshold_nbytes=1024)
@@ -237,15 +224,15 @@ def test_values_and_generator_are_those_of_ordinary_construction(
 ) -> None:
     torch.manual_seed(3)
     plain, after = make(), torch.get_rng_state()
-    model = _empty(make)
+    model = empty(make)
     offload(model, host={"budget": "32MiB"})
-    assert _different(model, plain) == []
+    assert different(model, plain) == []
     assert torch.equal(torch.get_rng_state(), after)
 
 
 @pytest.mark.parametrize("make", CHEAP, ids=lambda make: make.__name__)
 def test_the_model_is_not_held_whole(make: Callable[[], nn.Module]) -> None:
-    model = _empty(make)
+    model = empty(make)
     groups, units = _groups(model)
     largest = max(group.layout.numel * 4 for group in groups)
     assert largest <= staging_nbytes(model, units, groups) <= 3 * largest
@@ -256,15 +243,15 @@ def test_the_budgets_need_not_hold_the_model(offload: MakeEngine, make: Callable
     torch.manual_seed(3)
     plain = make()
     unit_nbytes = sum(parameter.nbytes for parameter in Block().parameters())
-    model = _empty(make)
+    model = empty(make)
     engine = offload(model, host={"budget": 4 * unit_nbytes}, device={"kind": "cpu", "budget": 4 * unit_nbytes})
     assert 0 < engine.metrics()["host/peak_bytes"] <= 4 * unit_nbytes
-    assert _different(model, plain) == []
+    assert different(model, plain) == []
 
 
 @pytest.mark.parametrize(("make", "is_twice"), [(Apply, True), (Zeros, False), (Gpt, False), (Blocks, False)])
 def test_numbers_are_drawn_twice_only_where_that_saves_memory(make: Callable[[], nn.Module], is_twice: bool) -> None:
-    model = _empty(make)
+    model = empty(make)
     groups, _ = _groups(model)
     steps = RecordedValues(model, groups, FirstValues()).plan.steps
     assert any(step.numbers is Numbers.PUT_BACK for step in steps) == is_twice
@@ -273,6 +260,6 @@ def test_numbers_are_drawn_twice_only_where_that_saves_memory(make: Callable[[],
 def test_an_initialisation_that_needs_the_whole_model_is_told(offload: MakeEngine) -> None:
     text = "initialisation of the empty model.*larger host budget.*larger device budget.*with memory.*init_fn="
     with pytest.raises(PlacementError, match=text):
-        offload(_empty(Centred), host={"budget": "3MiB"}, device={"kind": "cpu", "budget": "4MiB"})
+        offload(empty(Centred), host={"budget": "3MiB"}, device={"kind": "cpu", "budget": "4MiB"})
     torch.manual_seed(3)
     offload(Centred(), host={"budget": "3MiB"}, device={"kind": "cpu", "budget": "4MiB"})
