@@ -1,9 +1,16 @@
-"""Opening and closing the drives of a store: run folder, swap file and backend of each directory."""
+"""Opening and closing the drives of a store: run folder, swap file and backend of each directory.
+
+[Note: workers between blocks]
+Between two blocks a worker needs a core and the interpreter's lock, and in training others want both; they give the
+lock up after Python's switch interval. A drive is measured while nothing else runs. So as many workers are added as
+blocks that the drive serves in one switch interval: as many again on a fast drive, none where a block takes longer.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +21,7 @@ from storage.backends.base import Backend
 from storage.backends.custom import CustomEngine
 from storage.backends.kernel_aio import why_not
 from storage.backends.probe import Engine, choose_engine, make_backend
+from storage.calibration import Calibration
 from storage.calibration_cache import Calibrate, find_calibration
 from storage.checksums import Checksum
 from storage.errors import StorageError
@@ -184,6 +192,12 @@ class Tuning:
     reason: str
 
 
+def spare_workers(found: Calibration) -> int:
+    """Threads beside the measured ones, at most as many, see [Note: workers between blocks]."""
+    blocks_per_s = found.read_nbytes_per_s / found.block_nbytes
+    return min(found.threads, int(blocks_per_s * sys.getswitchinterval()))
+
+
 def choose_tuning(folder: Path, engine: Engine | CustomEngine, options: StorageOptions) -> Tuning:
     """What is set, else what was measured of the drive, else the defaults.
 
@@ -196,7 +210,11 @@ def choose_tuning(folder: Path, engine: Engine | CustomEngine, options: StorageO
     if found is not None:
         takes_best = options.engine == Engine.AUTO and (found.best_engine != Engine.AIO or why_not() is None)
         best = Engine(found.best_engine) if takes_best else engine
-        return Tuning(best, found.block_nbytes, found.threads, found.reason)
+        if best is Engine.AIO:
+            return Tuning(best, found.block_nbytes, found.threads, found.reason)
+        spare = spare_workers(found)
+        reason = f"{found.reason}; {spare} more threads, for those that wait for a core" if spare else found.reason
+        return Tuning(best, found.block_nbytes, found.threads + spare, reason)
     is_aio = engine is Engine.AIO
     block_nbytes = options.block_nbytes or (DEFAULT_AIO_BLOCK_NBYTES if is_aio else DEFAULT_BLOCK_NBYTES)
     threads = options.threads or (DEFAULT_AIO_DEPTH if is_aio else DEFAULT_THREADS)

@@ -339,12 +339,37 @@ def test_settings_come_from_the_user_then_the_drive_then_the_defaults(tmp_path: 
         replace(_FOUND, device=identify_device(tmp_path), measured_s=os.stat(tmp_path).st_mtime)
     )
     try:
-        assert tuned() == (2 * MIB, 6)
+        assert tuned() == (2 * MIB, 12)  # as many again for those between blocks
         assert tuned(calibrate="off") == defaults
         assert tuned(threads=1) == (DEFAULT_BLOCK_NBYTES, 1)
         assert tuned(block_nbytes=MIB) == (MIB, DEFAULT_THREADS)
     finally:
         path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("read_nbytes_per_s", "threads"),
+    [(200e6, 4), (1.0e9, 5), (2.0e9, 6), (7.0e9, 8)],  # 0.2, 1.2, 2.4 and 8.3 blocks of 4 MiB in 5 ms
+)
+def test_a_fast_drive_has_workers_for_those_that_wait_for_a_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_nbytes_per_s: float, threads: int
+) -> None:
+    monkeypatch.setattr(drives.sys, "getswitchinterval", lambda: 0.005)
+    found = replace(
+        _FOUND,
+        device=identify_device(tmp_path),
+        measured_s=os.stat(tmp_path).st_mtime,
+        block_nbytes=4 * MIB,
+        threads=4,
+        read_nbytes_per_s=read_nbytes_per_s,
+    )
+    path = CalibrationCache().keep(found)
+    try:
+        tuning = choose_tuning(tmp_path, Engine.DIRECT, StorageOptions())
+    finally:
+        path.unlink()
+    assert (tuning.block_nbytes, tuning.threads) == (4 * MIB, threads)
+    assert ("more threads" in tuning.reason) == (threads > 4)
 
 
 def test_the_engine_that_was_found_best_is_what_auto_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,9 +426,11 @@ def test_a_store_uses_and_logs_what_was_measured(tmp_path: Path, caplog: pytest.
         with caplog.at_level(logging.INFO):
             store = ShardStore.open([tmp_path], MIB, options=StorageOptions(free_margin_nbytes=0))
         workers = [thread for thread in threading.enumerate() if thread.name.startswith("infinity-io-")]
-        assert len(workers) == 6
+        assert len(workers) == 12  # six, and as many for those between blocks
         store.close()
-        assert next(message for message in caplog.messages if message.startswith("files in")).endswith("), because")
+        assert next(message for message in caplog.messages if message.startswith("files in")).split("), ")[1] == (
+            "because; 6 more threads, for those that wait for a core"
+        )
     finally:
         path.unlink()
 
