@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,14 @@ import torch
 from infinity.errors import CheckpointError
 
 BASE_PREFIX = "base_model.model."
-_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+# What belongs to an adapter: `lora_A` and all that variants of LoRA add, and rows of an embedding that train alone.
+_PART = r"(lora_\w+|trainable_tokens_delta)"
+_IS_PART = re.compile(rf"\.{_PART}\.")
 _WRAPPERS = re.compile(r"\.(base_layer|original_module)\.")
 _MATRIX_NDIM = 2
+# Settings of variants whose weights are no sum of the base and one product, though their names do not show it.
+_NO_SUM = ("alora_invocation_tokens", "use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config")
+_SEVERAL_USES = "layer_replication"  # layers of one base weight, each with an adapter of its own
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -29,8 +34,8 @@ class Adapter:
 
     @property
     def is_lora(self) -> bool:
-        """Whether PEFT's `peft_type` of it is LORA."""
-        return str(self.settings.get("peft_type", "")).upper().endswith("LORA")
+        """Whether PEFT's `peft_type` of it is LORA; those of its relatives, such as ADALORA, have other formulas."""
+        return str(self.settings.get("peft_type", "")).upper().rpartition(".")[2] == "LORA"
 
     def scaling(self, module: str, rank: int) -> float:
         """By what the product of the two factors is multiplied."""
@@ -55,31 +60,47 @@ class Factors:
     is_transposed: bool
 
 
-def is_adapted(name: str) -> bool:
-    """Whether a name is that of a parameter in a model of PEFT."""
-    return name.startswith(BASE_PREFIX)
+def has_adapter(names: Iterable[str]) -> bool:
+    """Whether these are names of parameters in a model of PEFT; a wrapper of somebody else's may begin alike."""
+    return any(name.startswith(BASE_PREFIX) and _IS_PART.search(name) for name in names)
 
 
-def adapter_names(adapter: Adapter, names: Shapes) -> dict[str, str]:
+def adapter_names(adapter: Adapter, names: Iterable[str]) -> dict[str, str]:
     """What PEFT's file of an adapter holds: name there by name in the checkpoint."""
     found = {}
+    saved = f".modules_to_save.{adapter.name}."
     for name in names:
-        lora = re.search(rf"\.({'|'.join(_PARTS)})\.{re.escape(adapter.name)}(\.|$)", name)
-        whole = f".modules_to_save.{adapter.name}."
-        if lora is not None:
-            found[name] = name[: lora.end(1)] + name[lora.end() - len(lora.group(2)) :]
-        elif whole in name:
-            found[name] = name.replace(whole, ".")
+        part = _part_of(adapter, name)
+        if part is not None:
+            new = name[: part.end(1)] + name[part.end() - len(part.group(2)) :]
+            found[name] = new.removesuffix(".weight") if part.group(1) == "lora_magnitude_vector" else new
+        elif saved in name:
+            found[name] = name.replace(saved, ".")
+        elif _trains_bias(adapter, name):
+            found[name] = name
     return found
 
 
-def base_names(adapter: Adapter, names: Shapes) -> dict[str, str]:
+def _part_of(adapter: Adapter, name: str) -> re.Match[str] | None:
+    return re.search(rf"\.{_PART}\.{re.escape(adapter.name)}(\.|$)", name)
+
+
+def _trains_bias(adapter: Adapter, name: str) -> bool:
+    """Whether a name is that of a bias of the base which trains with the adapter, as its setting `bias` says."""
+    which = adapter.settings.get("bias", "none")
+    if which == "none" or not name.endswith(".bias") or _IS_PART.search(name) or ".modules_to_save." in name:
+        return False
+    return which == "all" or name.endswith(".base_layer.bias")
+
+
+def base_names(adapter: Adapter, names: Iterable[str]) -> dict[str, str]:
     """The model with the adapter in it: name as if there were none, by name in the checkpoint."""
     found = {}
+    names = list(names)
     saved = f".modules_to_save.{adapter.name}."
     replaced = {name.replace(saved, ".original_module.") for name in names if saved in name}
     for name in names:
-        if re.search(rf"\.({'|'.join(_PARTS)})\.", name) or name in replaced or not is_adapted(name):
+        if _IS_PART.search(name) or name in replaced or not name.startswith(BASE_PREFIX):
             continue
         plain = name.removeprefix(BASE_PREFIX)
         if saved in plain:
@@ -89,31 +110,37 @@ def base_names(adapter: Adapter, names: Shapes) -> dict[str, str]:
     return found
 
 
-def factors_of(adapter: Adapter, name: str, names: Shapes) -> Factors | None:
-    """What is to be added to a weight of the base; None if nothing is.
+def factors_by_weight(adapter: Adapter, names: Shapes) -> dict[str, Factors]:
+    """What is to be added to weights of the base, by their names in the checkpoint.
 
     Raises:
-        CheckpointError: the adapter is of a kind whose sum is not known here; it names what.
+        CheckpointError: the adapter is of a kind whose sum is not known here, or has a part that belongs to none; it
+            names what.
     """
-    if not name.endswith((".base_layer.weight", ".base_layer.bias")):
+    for setting in (*_NO_SUM, _SEVERAL_USES):
+        if adapter.settings.get(setting):
+            raise _unsupported(f"the adapter {adapter.name!r}, with {setting},")
+    found = {name: factors for name in names if (factors := _factors_of(adapter, name, names)) is not None}
+    used = {name for factors in found.values() for name in (factors.first, factors.second)}
+    unused = next((name for name in names if name not in used and _part_of(adapter, name)), None)
+    if unused is not None:
+        raise _unsupported(repr(unused))
+    return found
+
+
+def _factors_of(adapter: Adapter, name: str, names: Shapes) -> Factors | None:
+    if not name.endswith(".base_layer.weight") or len(names[name]) != _MATRIX_NDIM:
         return None
-    layer, _, attribute = name.rpartition(".base_layer.")
-    module = layer.removeprefix(BASE_PREFIX)
+    layer = name.removesuffix(".base_layer.weight")
     linear = f"{layer}.lora_A.{adapter.name}.weight", f"{layer}.lora_B.{adapter.name}.weight"
     embedding = f"{layer}.lora_embedding_A.{adapter.name}", f"{layer}.lora_embedding_B.{adapter.name}"
     is_embedding = embedding[0] in names
     first, second = embedding if is_embedding else linear
-    if first not in names:
+    if first not in names or second not in names:
         return None
-    for refused in (f"{layer}.lora_magnitude_vector.{adapter.name}.weight", f"{layer}.lora_B.{adapter.name}.bias"):
-        if refused in names:
-            raise _unsupported(refused)
-    if attribute != "weight":
-        return None
-    if len(names[name]) != _MATRIX_NDIM:
-        raise _unsupported(first)
     is_transposed = is_embedding or bool(adapter.settings.get("fan_in_fan_out"))
-    return Factors(first, second, adapter.scaling(module, names[first][0]), is_transposed)
+    scaling = adapter.scaling(layer.removeprefix(BASE_PREFIX), names[first][0])
+    return Factors(first, second, scaling, is_transposed)
 
 
 def product(factors: Factors, first: torch.Tensor, second: torch.Tensor, start: int, numel: int) -> torch.Tensor:
@@ -129,8 +156,9 @@ def product(factors: Factors, first: torch.Tensor, second: torch.Tensor, start: 
     return rows[start - row * width : start - row * width + numel]
 
 
-def _unsupported(name: str) -> CheckpointError:
+def _unsupported(what: str) -> CheckpointError:
     return CheckpointError(
-        f"{name!r} belongs to a kind of adapter that cannot be merged here (DoRA, bias or convolution). Export the "
-        "adapter, and merge it with PEFT: PeftModel.from_pretrained(...).merge_and_unload()"
+        f"{what} is or belongs to a kind of adapter that cannot be merged here (DoRA and other variants, biases, "
+        "convolutions, single parameters or rows of an embedding). Export the adapter, and merge it with PEFT: "
+        "PeftModel.from_pretrained(...).merge_and_unload()"
     )

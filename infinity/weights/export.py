@@ -18,7 +18,15 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import Fill
 from infinity.errors import CheckpointError, ConfigError
 from infinity.optim.splitmaster import split_master
-from infinity.weights.adapters import BASE_PREFIX, Adapter, adapter_names, base_names, factors_of, is_adapted, product
+from infinity.weights.adapters import (
+    Adapter,
+    Factors,
+    adapter_names,
+    base_names,
+    factors_by_weight,
+    has_adapter,
+    product,
+)
 from infinity.weights.outgoing import Outgoing, Written, write_safetensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,7 +147,8 @@ def export_weights(
 ) -> Exported:
     """The same of any `Weights`."""
     export = _Export(weights, options)
-    tensors, beside, kind = export.tensors(), export.beside(), export.kind
+    tensors, kind = export.tensors(), export.kind
+    beside = export.beside({tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point})
     stem = "adapter_model" if kind == "adapter" else "model"
     with torch.no_grad():
         written = write_safetensors(
@@ -154,7 +163,7 @@ class _Export:
         self._options = options
         self._shapes = weights.shapes
         self._descriptions = weights.descriptions()
-        is_peft = any(is_adapted(name) for name in self._shapes)
+        is_peft = has_adapter(self._shapes) or any(name not in DESCRIPTIONS for name in self._descriptions)
         if options.merge and not is_peft:
             raise ConfigError(f"merge (--merge): {weights.where} has no adapter to merge; leave the option out")
         self._adapter = self._read_adapter() if is_peft else None
@@ -177,22 +186,25 @@ class _Export:
                 f"{self._weights.where} does not say how adapter {name!r} was made ({file} is missing). Name another "
                 f"adapter, or give the folder with PEFT's {_ADAPTER_CONFIG} (--config)"
             )
-        try:
-            settings: Mapping[str, Any] = json.loads(content)
-        except ValueError as error:
-            raise CheckpointError(f"{file} of {self._weights.where} is not JSON ({error})") from error
-        return settings
+        return _json_object(content, f"{file} of {self._weights.where}")
 
     # Tensors ---------------------------------------------------------------------------------------------------
 
     def tensors(self) -> list[Outgoing]:
         """Everything that is written, in the order of the checkpoint."""
+        buffers = self._weights.buffers()
         if self._adapter is None:
-            return [*(self._parameter(name, name) for name in self._shapes), *self._buffers({})]
+            parameters = [self._parameter(name, name) for name in self._shapes]
+            return [*parameters, *(_buffer(name, buffer) for name, buffer in buffers.items())]
         if self.kind == "adapter":
-            return [self._parameter(name, new) for name, new in adapter_names(self._adapter, self._shapes).items()]
-        names = base_names(self._adapter, self._shapes)
-        return [*(self._merged(self._adapter, name, new) for name, new in names.items()), *self._buffers(names)]
+            parameters = [self._parameter(*both) for both in adapter_names(self._adapter, self._shapes).items()]
+            renamed = adapter_names(self._adapter, buffers)
+        else:
+            factors = factors_by_weight(self._adapter, self._shapes)
+            names = base_names(self._adapter, self._shapes)
+            parameters = [self._merged(name, new, factors.get(name)) for name, new in names.items()]
+            renamed = base_names(self._adapter, buffers)
+        return [*parameters, *(_buffer(new, buffers[name]) for name, new in renamed.items())]
 
     def _parameter(self, name: str, new: str) -> Outgoing:
         dtype = self._dtype_of(name)
@@ -212,17 +224,16 @@ class _Export:
 
         def fill(start: int, into: torch.Tensor) -> None:
             if not is_split:
-                self._weights.read(name, PARAMETER, start, into)
+                weights.read(name, PARAMETER, start, into)
                 return
             master = torch.empty(into.numel())  # the parameter is its upper half, which rounds ties up
-            self._weights.read(name, PARAMETER, start, master)
+            weights.read(name, PARAMETER, start, master)
             into.copy_(split_master(master)[0])
 
         return fill
 
-    def _merged(self, adapter: Adapter, name: str, new: str) -> Outgoing:
+    def _merged(self, name: str, new: str, factors: Factors | None) -> Outgoing:
         plain = self._parameter(name, new)
-        factors = factors_of(adapter, name, self._shapes)
         if factors is None:
             return plain
 
@@ -235,17 +246,14 @@ class _Export:
 
         return Outgoing(new, plain.dtype, plain.shape, fill)
 
-    def _buffers(self, renamed: Mapping[str, str]) -> list[Outgoing]:
-        prefix = BASE_PREFIX if renamed else ""
-        return [
-            Outgoing(name.removeprefix(prefix), t.dtype, tuple(t.shape), partial(_copy, t.view(-1)))
-            for name, t in self._weights.buffers().items()
-        ]
-
     # Files beside ----------------------------------------------------------------------------------------------
 
-    def beside(self) -> dict[str, bytes]:
-        """Configuration and tokenizer: what `--config` has, else what the checkpoint knows."""
+    def beside(self, dtypes: set[torch.dtype]) -> dict[str, bytes]:
+        """Configuration and tokenizer: what `--config` has, else what the checkpoint knows.
+
+        Args:
+            dtypes: those of floating-point numbers that are written.
+        """
         files: dict[str, bytes] = {}
         if self.kind == "adapter" and self._adapter is not None:
             return {_ADAPTER_CONFIG: json.dumps(dict(self._adapter.settings), indent=2, sort_keys=True).encode()}
@@ -262,18 +270,31 @@ class _Export:
         else:
             files = {name: self._descriptions[name] for name in DESCRIPTIONS if name in self._descriptions}
         if CONFIG_FILE in files:
-            files[CONFIG_FILE] = self._with_dtype(files[CONFIG_FILE])
+            files[CONFIG_FILE] = self._with_dtype(files[CONFIG_FILE], dtypes)
         return files
 
-    def _with_dtype(self, config: bytes) -> bytes:
+    def _with_dtype(self, config: bytes, dtypes: set[torch.dtype]) -> bytes:
         """The configuration with the dtype that was written, under the names that it had before."""
-        content: dict[str, Any] = json.loads(config)
-        written = {t.dtype for t in self.tensors() if t.dtype.is_floating_point}
-        if len(written) == 1:
-            name = str(next(iter(written))).removeprefix("torch.")
+        content = dict(_json_object(config, f"{CONFIG_FILE} of {self._options.config or self._weights.where}"))
+        if len(dtypes) == 1:
+            name = str(next(iter(dtypes))).removeprefix("torch.")
             for key in [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype"]:
                 content[key] = name
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _json_object(content: bytes, what: str) -> Mapping[str, Any]:
+    try:
+        found: object = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} holds {type(found).__name__}; settings by name are needed")
+    return found
+
+
+def _buffer(name: str, values: torch.Tensor) -> Outgoing:
+    return Outgoing(name, values.dtype, tuple(values.shape), partial(_copy, values.view(-1)))
 
 
 def _copy(values: torch.Tensor, start: int, into: torch.Tensor) -> None:

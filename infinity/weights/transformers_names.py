@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 _PEFT_PREFIX = "base_model.model."
+_WRAPPED = "base_layer"  # what every layer with an adapter calls the one that it wraps
+_WRAPPERS = re.compile(rf"(\.({_WRAPPED}|original_module|token_adapter|modules_to_save\.[^.]+))+\.")
 _MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
@@ -43,12 +45,21 @@ def is_of_adapter(model: nn.Module, name: str) -> bool:
 
 def file_name_of(model: nn.Module, name: str) -> str:
     """The name without an adapter for a parameter of a PEFT model's base; else the name itself."""
-    if not is_peft(model):
+    if not is_peft(model) or not name.startswith(_PEFT_PREFIX) or _is_beside_wrapped(model, name):
         return name
-    if not name.startswith(_PEFT_PREFIX) or re.search(r"\.(lora|vera|hada|lokr|ia3|oft)_", name):
-        return name
-    inner = name.removeprefix(_PEFT_PREFIX)
-    return re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.", ".", inner)
+    return _WRAPPERS.sub(".", name.removeprefix(_PEFT_PREFIX))
+
+
+def _is_beside_wrapped(model: nn.Module, name: str) -> bool:
+    """Whether something of a layer with an adapter has this name, and nothing of the layer that it wraps."""
+    module: nn.Module | None = model
+    for part in name.split("."):
+        if module is None:
+            return False
+        if _WRAPPED in module._modules and part != _WRAPPED:
+            return True
+        module = module._modules.get(part)
+    return False
 
 
 def ignored(model: nn.Module, kind: str) -> Callable[[str], bool]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.weights.export import Exported, ExportOptions, export_checkpoint
 from tests.conftest import MakeEngine
+from tests.full_disk import full_disk
 from tests.parity import hf_models
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Net, batch, build, loss_of
@@ -163,7 +164,7 @@ def test_the_engine_exports(offload: MakeEngine, tmp_path: Path) -> None:
 
 def _adapted(kind: str, **settings: Any) -> nn.Module:
     torch.manual_seed(0)
-    modules = {"llama": ["q_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn", "c_proj"]}[kind]
+    modules = {"llama": ["q_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn", "c_proj"]}.get(kind)
     chosen = {"r": 4, "lora_alpha": 16, "target_modules": modules, "task_type": "CAUSAL_LM", **settings}
     if kind == "gpt2":
         chosen["fan_in_fan_out"] = True
@@ -182,17 +183,28 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {}),
     "rslora": ("llama", {"use_rslora": True, "alpha_pattern": {"down_proj": 3}, "rank_pattern": {"q_proj": 2}}),
     "head": ("llama", {"modules_to_save": ["lm_head"]}),
+    "all biases": ("gpt2", {"bias": "all"}),
+    "biases of layers": ("gpt2", {"bias": "lora_only"}),
+}
+_NOT_MERGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dora": ("llama", {"use_dora": True, "target_modules": ["q_proj"]}),
+    "tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 3, 5]}}),
+    "lora_bias": ("gpt2", {"lora_bias": True}),
 }
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.filterwarnings("ignore:Adapter 'default'.*invalid shape")  # PEFT takes a bias of lora_B for a matrix
+@pytest.mark.parametrize("kind", _KINDS | _NOT_MERGED)
 def test_peft_loads_an_adapter(offload: MakeEngine, tmp_path: Path, kind: str) -> None:
-    base, settings = _KINDS[kind]
+    base, settings = (_KINDS | _NOT_MERGED)[kind]
     model = _adapted(base, **settings)
     _trained(offload, model, tmp_path / "saved")
     exported = export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions())
     assert exported.kind == "adapter"
     assert exported.written.files == ("adapter_model.safetensors",)
+    expected = peft.get_peft_model_state_dict(_adapted(base, **settings), save_embedding_layers=False)
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == expected.keys()
     loaded = peft.PeftModel.from_pretrained(_plain_base(base), tmp_path / "out").eval()
     assert torch.equal(_logits(loaded), _logits(model))
 
@@ -233,10 +245,111 @@ def _export(offload: MakeEngine, folder: Path, model: nn.Module, options: Export
     return export_checkpoint(folder / "saved", folder / "out", options)
 
 
-def test_kinds_of_adapters_that_cannot_be_merged_are_named(offload: MakeEngine, tmp_path: Path) -> None:
-    with pytest.raises(infinity.CheckpointError, match=r"lora_magnitude_vector.*cannot be merged here"):
-        model = _adapted("llama", use_dora=True, target_modules=["q_proj"])
-        _export(offload, tmp_path, model, ExportOptions(merge=True))
+_REFUSED = {
+    "dora": "lora_magnitude_vector",
+    "tokens": "trainable_tokens_delta",
+    "lora_bias": r"lora_B\.default\.bias",
+    "parameters": r"lora_A\.default\.weight",
+    "alora": "alora_invocation_tokens",
+}
+
+
+@pytest.mark.parametrize("kind", _REFUSED)
+def test_kinds_of_adapters_that_cannot_be_merged_are_named(offload: MakeEngine, tmp_path: Path, kind: str) -> None:
+    """None is left out in silence."""
+    others = {
+        "parameters": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}),
+        "alora": ("llama", {"target_modules": ["q_proj"], "alora_invocation_tokens": [1]}),
+    }
+    base, settings = (_NOT_MERGED | others)[kind]
+    model = _adapted(base, **settings)
+    offload(model, **_BUDGETS).save(tmp_path / "saved")
+    with pytest.raises(infinity.CheckpointError, match=rf"{_REFUSED[kind]}.*cannot be merged here"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(merge=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_relative_of_lora_is_not_taken_for_it(offload: MakeEngine, tmp_path: Path) -> None:
+    """Its factors have other names, so that an export would be empty of them."""
+    torch.manual_seed(0)
+    settings = peft.AdaLoraConfig(init_r=4, total_step=10, tinit=1, tfinal=1, target_modules=["q_proj"])
+    offload(peft.get_peft_model(hf_models.llama(), settings), **_BUDGETS).save(tmp_path / "saved")
+    for merge in (False, True):
+        with pytest.raises(infinity.CheckpointError, match="no LoRA adapter 'default'"):
+            export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(merge=merge))
+    assert not (tmp_path / "out").exists()
+
+
+class _Wrapper(nn.Module):
+    """Names its parameters as PEFT does, and is none of its models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = Net()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.base_model.model(ids)  # type: ignore[operator, union-attr]
+        return out
+
+
+def test_names_alone_make_no_adapter(offload: MakeEngine, tmp_path: Path) -> None:
+    model = build(_Wrapper)
+    offload(model, **_BUDGETS).export(tmp_path / "out", shard_size=None)
+    computed = gathered_parameters(model)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == computed.keys()
+    assert all(torch.equal(found[name], computed[name]) for name in found)
+
+
+class _Classifier(nn.Module):
+    """With a module that has buffers, to be trained whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+def test_buffers_of_modules_that_train_whole_are_the_adapters(offload: MakeEngine, tmp_path: Path) -> None:
+    def adapted() -> nn.Module:
+        torch.manual_seed(0)
+        made: nn.Module = peft.get_peft_model(
+            _Classifier(), peft.LoraConfig(r=2, target_modules=["first"], modules_to_save=["norm"])
+        )
+        return made
+
+    model = adapted()
+    engine = offload(model, **_BUDGETS)
+    model(torch.randn(5, 6))  # moves the statistics
+    engine.export(tmp_path / "adapter")
+    engine.export(tmp_path / "merged", merge=True, shard_size=None)
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == peft.get_peft_model_state_dict(adapted()).keys()
+    mean = model.get_buffer("base_model.model.norm.modules_to_save.default.running_mean")
+    assert mean.abs().sum() > 0
+    assert torch.equal(found["base_model.model.norm.running_mean"], mean)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == _Classifier().state_dict().keys()
+    assert torch.equal(merged["norm.running_mean"], mean)
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json"])
+@pytest.mark.parametrize(("text", "told"), [("[1]", "holds list"), ("{", "is not JSON"), ("[" * 100_000, "not JSON")])
+def test_settings_that_are_none_are_told(
+    offload: MakeEngine, tmp_path: Path, file: str, text: str, told: str
+) -> None:
+    model = _adapted("llama") if file == "adapter_config.json" else hf_models.llama()
+    engine = offload(model, **_BUDGETS)
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / file).write_text(text)
+    with pytest.raises(infinity.CheckpointError, match=rf"{file}.*{told}"):
+        engine.export(tmp_path / "out", config=tmp_path / "given")
     assert not (tmp_path / "out").exists()
 
 
@@ -307,6 +420,20 @@ def test_a_failed_export_leaves_the_earlier_one(offload: MakeEngine, tmp_path: P
     with pytest.raises(infinity.CheckpointError, match="wrong checksum"):
         export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions())
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_a_full_disk_leaves_the_earlier_export(offload: MakeEngine, tmp_path: Path) -> None:
+    engine, out = offload(build(Net), **_BUDGETS), tmp_path / "made" / "out"
+    engine.export(out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for shard_size in (None, "20KB"):
+        with (
+            full_disk(10_000),
+            pytest.raises(infinity.CheckpointError, match=r"/out could not be written: File too large; the one that"),
+        ):
+            engine.export(out, shard_size=shard_size)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert list(out.parent.iterdir()) == [out]
 
 
 def test_damage_is_found_and_nothing_left(offload: MakeEngine, tmp_path: Path) -> None:

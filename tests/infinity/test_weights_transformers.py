@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +178,30 @@ def test_base_of_a_peft_model_loads_and_adapters_start_as_new(offload: MakeEngin
             plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             assert torch.equal(value, saved.get_parameter(plain)), name
     assert torch.equal(_logits(model.eval()), _logits(saved))
+
+
+@pytest.mark.parametrize("kind", ["tokens", "oft", "two"])
+def test_base_of_other_peft_models_loads(offload: MakeEngine, tmp_path: Path, kind: str) -> None:
+    """Whatever the parts of an adapter are called, and however often a module is wrapped."""
+    saved = _make("llama", seed=5)
+    saved.save_pretrained(tmp_path / "saved")
+    targets = ["q_proj", "down_proj"]
+    model: Any
+    if kind == "oft":
+        model = peft.get_peft_model(_make("llama"), peft.OFTConfig(r=0, oft_block_size=8, target_modules=targets))
+    else:
+        tokens = {"embed_tokens": [1, 3]} if kind == "tokens" else None
+        config = peft.LoraConfig(r=4, target_modules=targets, trainable_token_indices=tokens, modules_to_save=["norm"])
+        model = peft.get_peft_model(_make("llama"), config)
+    if kind == "two":
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    offload(model, weights=tmp_path / "saved", **_BUDGETS)
+    got = gathered_parameters(model)
+    found = {n: v for n, v in got.items() if n.endswith((".base_layer.weight", "original_module.weight"))}
+    assert len(found) >= 6
+    for name, value in found.items():
+        plain = re.sub(r"\.(base_layer|original_module|token_adapter)\b", "", name.removeprefix("base_model.model."))
+        assert torch.equal(value, saved.get_parameter(plain)), name
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
