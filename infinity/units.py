@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from infinity.blocks import is_called, outermost, repeated_blocks, sibling_blocks
 from infinity.errors import UnsupportedModelError
@@ -166,10 +167,7 @@ def _refuse_shared(model: nn.Module, entry: Owned) -> None:
 def _refuse_unsupported(model: nn.Module, parameters: Sequence[Owned]) -> None:
     for entry in parameters:
         _refuse_shared(model, entry)
-        if isinstance(entry.parameter, nn.parameter.UninitializedParameter):
-            raise UnsupportedModelError(
-                f"parameter {entry.name!r} is lazy and has no shape yet; run one forward before offloading the model"
-            )
+        refuse_lazy(entry.name, entry.parameter)
         if type(entry.parameter) is not nn.Parameter:
             raise UnsupportedModelError(
                 f"parameter {entry.name!r} is a {type(entry.parameter).__name__}; only plain nn.Parameter can be "
@@ -189,6 +187,14 @@ def _refuse_unsupported(model: nn.Module, parameters: Sequence[Owned]) -> None:
             raise UnsupportedModelError(
                 f"parameter {entry.name!r} is sparse or complex; convert it to a dense real tensor first"
             )
+
+
+def refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedModelError for a tensor that has no shape yet."""
+    if is_lazy(tensor):
+        raise UnsupportedModelError(
+            f"parameter {name!r} is lazy and has no shape yet; run one forward before offloading the model"
+        )
 
 
 def _refuse_overlapping(territory: Territory, parameters: Sequence[Owned]) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.format import damaged
 from infinity.errors import CheckpointError
-from infinity.weights.torch_file import load_torch_file
+from infinity.weights.torch_file import load_torch_file, reading
 
 
 class Inert:
@@ -47,12 +46,8 @@ def load_foreign_file(path: Path, packages: tuple[str, ...]) -> Any:
     Raises:
         CheckpointError: the file is missing or damaged, or holds objects of others.
     """
-    try:
+    with reading(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except FileNotFoundError as error:
-        raise damaged(path, "the file is missing") from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise damaged(path, str(error).splitlines()[0]) from error
     others = [name for name in names if name.partition(".")[0] not in packages]
     if others:
         raise CheckpointError(

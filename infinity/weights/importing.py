@@ -134,7 +134,7 @@ def _import_torch(run: TorchRun, target: Path, on_file: OnFile | None) -> Import
     parameters = []
     for name, tensor in run.parameters.items():
         state = run.states.get(name)
-        trains = run.trains(name)
+        trains = name in run.trained
         tensors = {PARAMETER: _whole(tensor, torch.float32 if trains else tensor.dtype)}
         if state is not None:
             tensors |= {moment: _whole(state.moments[moment], torch.float32) for moment in MOMENTS}
@@ -171,8 +171,8 @@ def _entries(groups: Sequence[tuple[list[str], dict[str, Any]]]) -> list[Optimiz
 
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
+        return value.tolist()
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _pack(extra: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ one and the model in one tensor. The base of a PEFT model finds the weights of t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.errors import CheckpointError
 from infinity.territory import Territory
-from infinity.units import Parameters
+from infinity.units import Parameters, refuse_lazy
 from infinity.weights.source import Weights
 from infinity.weights.transformers_names import Renamed, Renamer, file_name_of, ignored, is_of_adapter, pretrained_of
 
@@ -33,6 +33,7 @@ class Place:
     """A parameter or persistent buffer of the model, under its first name."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     names: tuple[str, ...]  # all of its names, in the order of the modules
 
 
@@ -91,10 +92,14 @@ class Match:
 
 
 def places_of(model: nn.Module) -> dict[str, Place]:
-    """Every parameter and persistent buffer, by its first name."""
+    """Every parameter and persistent buffer, by its first name.
+
+    Raises:
+        UnsupportedModelError: one has no shape yet.
+    """
     first = {id(entry.parameter): entry.name for entry in Parameters(model)}
     names: dict[str, list[str]] = {name: [] for name in first.values()}
-    shapes = {entry.name: tuple(entry.parameter.shape) for entry in Parameters(model)}
+    tensors: dict[str, torch.Tensor] = {entry.name: entry.parameter for entry in Parameters(model)}
     for prefix, module in Territory(model).named_modules(remove_duplicate=False):
         held = {**module._parameters, **_persistent(module)}
         for attribute, tensor in held.items():
@@ -103,8 +108,10 @@ def places_of(model: nn.Module) -> dict[str, Place]:
             name = f"{prefix}.{attribute}" if prefix else attribute
             canonical = first.setdefault(id(tensor), name)
             names.setdefault(canonical, []).append(name)
-            shapes.setdefault(canonical, tuple(tensor.shape))
-    return {name: Place(shapes[name], tuple(names[name])) for name in names}
+            tensors.setdefault(canonical, tensor)
+    for name, tensor in tensors.items():
+        refuse_lazy(name, tensor)
+    return {name: Place(tuple(t.shape), t.dtype, tuple(names[name])) for name, t in tensors.items()}
 
 
 def _persistent(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -119,21 +126,18 @@ def match_weights(model: nn.Module, weights: Weights, *, strict: bool) -> Match:
 
     Raises:
         CheckpointError: it names every parameter that is missing (if strict), has no place in the model (if strict), or
-            has another shape.
+            has another shape, or complex numbers for real ones.
     """
     places = places_of(model)
     found, unexpected = _find(model, weights, places)
-    parts, problems = {}, []
+    parts: dict[str, tuple[str, ...]] = {}
+    problems: list[str] = []
     prefers_first = pretrained_of(model) is not None  # transformers ties the others to the first one after loading
     for name, sources in found.items():
         place = places[name]
         ordered, shape = _put_together(name, place, sources, weights, prefers_first=prefers_first)
-        if shape == place.shape:
-            parts[name] = ordered
-        else:
-            problems.append(
-                f"size mismatch for {name}: it has shape {shape} in the file, the shape in the model is {place.shape}."
-            )
+        parts[name] = ordered
+        problems += _mismatches(name, place, shape, [weights.tensors[part].dtype for part in ordered])
     is_ignored = ignored(model, "missing")
     missing = [n for n in places if n not in found and not is_ignored(n) and not is_of_adapter(model, n)]
     if strict:
@@ -144,6 +148,14 @@ def match_weights(model: nn.Module, weights: Weights, *, strict: bool) -> Match:
             + "\nGive the weights of this model; strict=False accepts missing and unexpected keys, but no other shape"
         )
     return Match(weights, parts, tuple(missing), tuple(unexpected))
+
+
+def _mismatches(name: str, place: Place, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Iterator[str]:
+    if shape != place.shape:
+        yield f"size mismatch for {name}: it has shape {shape} in the file, the shape in the model is {place.shape}."
+    for dtype in dict.fromkeys(dtypes):
+        if dtype.is_complex and dtype != place.dtype:
+            yield f"dtype mismatch for {name}: it is {dtype} in the file, and {place.dtype} in the model."
 
 
 def _listed(kind: str, names: Sequence[str]) -> list[str]:

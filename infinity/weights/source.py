@@ -212,7 +212,7 @@ def _indexed(index: Path) -> list[tuple[Path, Mapping[str, str] | None]]:
         weight_map = {str(name): str(file) for name, file in content["weight_map"].items()}
     except OSError as error:
         raise CheckpointError(f"cannot read {index}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(index, f"it is not an index of weights ({error!r})") from error
     by_file: dict[str, dict[str, str]] = {}
     for name, file in weight_map.items():

@@ -7,6 +7,7 @@ given them. So the names are, in this order: those that the caller gives; those 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from infinity.checkpoint.format import listed
 from infinity.errors import CheckpointError
-from infinity.weights.torch_file import load_torch_file, state_dict_of
+from infinity.weights.torch_file import load_torch_file, precision_of, state_dict_of, understanding
 from infinity.weights.zero_checkpoint import MOMENTS
 
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -40,6 +41,7 @@ class TorchRun:
         states: by name of the parameter; those never updated are left out.
         groups: per parameter group the names of its parameters, and its settings.
         aliases: other names of tied parameters.
+        trained: names of parameters that the optimizer has; without one, of those that could be trained.
     """
 
     parameters: Mapping[str, torch.Tensor]
@@ -47,18 +49,12 @@ class TorchRun:
     states: Mapping[str, SavedState]
     groups: Sequence[tuple[list[str], dict[str, Any]]]
     aliases: Mapping[str, str]
-
-    def trains(self, name: str) -> bool:
-        """Whether the optimizer has it; without one, whether it is a number that can be trained."""
-        if self.groups:
-            return any(name in names for names, _ in self.groups)
-        return self.parameters[name].is_floating_point()
+    trained: frozenset[str]
 
     @property
     def precision(self) -> str:
         """In which it was trained, told by the parameters."""
-        dtypes = {t.dtype for name, t in self.parameters.items() if self.trains(name)}
-        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(next(iter(dtypes), torch.float32), "fp32")
+        return precision_of(self.parameters[name] for name in self.parameters if name in self.trained)
 
 
 def read_torch_run(model: Path, optimizer: Path | None, names: Sequence[str] | None) -> TorchRun:
@@ -77,18 +73,35 @@ def read_torch_run(model: Path, optimizer: Path | None, names: Sequence[str] | N
     saved = _optimizer_of(model, content, optimizer)
     if saved is None:
         buffers = {name: t for name, t in tensors.items() if _is_buffer(name, t)}
-        return TorchRun(_without(tensors, buffers), buffers, {}, [], aliases)
-    where = optimizer or model
-    groups, states = list(saved["param_groups"]), dict(saved["state"])
-    ordered = _names(where, groups, states, tensors, names)
+        parameters = _without(tensors, buffers)
+        trained = frozenset(name for name, t in parameters.items() if t.is_floating_point())
+        return TorchRun(parameters, buffers, {}, [], aliases, trained)
+    with understanding(optimizer or model, "the state of torch.optim.AdamW"):
+        return _with_optimizer(optimizer or model, saved, tensors, aliases, names)
+
+
+def _with_optimizer(
+    where: Path,
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    names: Sequence[str] | None,
+) -> TorchRun:
+    groups, states = [dict(group) for group in saved["param_groups"]], dict(saved["state"])
+    if names is None and all(group.get("param_names") for group in groups):
+        names = [name for group in groups for name in group["param_names"]]
+    given = None if names is None else [aliases.get(name, name) for name in names]
+    ordered = _names(where, groups, states, tensors, given)
     _check(where, states, ordered, tensors)
-    parameters = {name: t for name, t in tensors.items() if name in ordered.values() or not _is_buffer(name, t)}
+    trained = frozenset(ordered.values())
+    parameters = {name: t for name, t in tensors.items() if name in trained or not _is_buffer(name, t)}
     return TorchRun(
         parameters,
         _without(tensors, parameters),
         {ordered[number]: _state(where, ordered[number], state) for number, state in states.items() if state},
         [([ordered[number] for number in group["params"]], group) for group in groups],
         aliases,
+        trained,
     )
 
 
@@ -137,14 +150,14 @@ def _names(
 ) -> dict[int, str]:
     """The name of every numbered parameter."""
     numbers = [number for group in groups for number in group["params"]]
-    if given is None and all(group.get("param_names") for group in groups):
-        given = [name for group in groups for name in group["param_names"]]
     if given is not None:
         unknown = [name for name in given if name not in tensors]
-        if len(given) != len(numbers) or unknown:
+        twice = [name for name, count in Counter(given).items() if count > 1]
+        if len(given) != len(numbers) or unknown or twice:
             raise CheckpointError(
                 f"{path}: the optimizer has {len(numbers)} parameters, named were {len(given)}"
                 + (f", of which the model does not have {listed(unknown)}" if unknown else "")
+                + (f", and more than once {listed(twice)}" if twice else "")
                 + "; name its parameters in the order in which it was given them"
             )
         return dict(zip(numbers, given, strict=True))

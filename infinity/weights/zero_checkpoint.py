@@ -25,6 +25,7 @@ import torch
 from infinity.checkpoint.format import damaged, listed
 from infinity.errors import CheckpointError
 from infinity.weights.foreign_file import Inert, load_foreign_file
+from infinity.weights.torch_file import precision_of, understanding
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _LATEST = "latest"
@@ -98,7 +99,14 @@ def open_zero_checkpoint(path: Path) -> ZeroCheckpoint:
     _refuse_parallel(folder, models, optimizers)
     states = [load_foreign_file(file, ("deepspeed",)) for file in models]
     shards = [_optimizer_state(file) for file in optimizers]
-    stage = _stage_of(shards[0], optimizers[0])
+    with understanding(folder, "a ZeRO checkpoint"):
+        return _laid_out(folder, states, shards, optimizers[0])
+
+
+def _laid_out(
+    folder: Path, states: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Any]], first: Path
+) -> ZeroCheckpoint:
+    stage = _stage_of(shards[0], first)
     ranks = _ranks_of(shards[0])
     if len(shards) != ranks or (stage == 3 and len(states) != ranks):
         raise CheckpointError(
@@ -313,7 +321,10 @@ class _Partitioned(_Layout):
 def _tag_folder(path: Path) -> Path:
     latest = path / _LATEST
     if latest.is_file() and not any(path.glob(_MODEL_FILES)):
-        return path / latest.read_text(encoding="utf-8").strip()
+        try:
+            return path / latest.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise damaged(latest, f"it does not name a folder ({error})") from error
     return path
 
 
@@ -362,8 +373,8 @@ def _precision_of(model: Mapping[str, Any]) -> str:
     for name in ("bf16", "fp16"):
         if (config.get(name) or {}).get("enabled"):
             return name
-    dtypes = {t.dtype for t in model["module"].values() if isinstance(t, torch.Tensor) and t.is_floating_point()}
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(next(iter(dtypes), torch.float32), "fp32")
+    held = [t for t in model["module"].values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return precision_of(held)
 
 
 def _tensors(folder: Path, shard: Mapping[str, Any], key: str) -> list[torch.Tensor]:

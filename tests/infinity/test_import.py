@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.infinity.zero_files import ZeroWriter
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Net, build, train
 
+_GONE = object()
 _TIGHT = {"host": {"budget": "440KiB"}}
 Split = Callable[[nn.Module], list[dict[str, Any]]]
 
@@ -156,6 +158,59 @@ def test_what_cannot_be_taken_over_is_told(tmp_path: Path, how: str, text: str) 
     assert not (tmp_path / "run").exists()
 
 
+_STRANGE: tuple[Any, ...] = (None, 5, -1, "text", [], {}, [5], [[5]], {"x": None}, {0: {"step": float("nan")}}, _GONE)
+
+
+def _strange(content: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """The same with another value in one place, or without it."""
+    name, *inner = path
+    if inner:
+        return {**content, name: _strange(content[name], inner, value)}
+    rest = {key: kept for key, kept in content.items() if key != name}
+    return rest if value is _GONE else {**rest, name: value}
+
+
+class _StrangeWriter(ZeroWriter):
+    part, path, value = "", [""], None
+
+    def _optimizer_state(self, rank: int) -> dict[str, Any]:
+        state = super()._optimizer_state(rank)
+        return _strange(state, self.path, self.value) if self.part == "optimizer" else state
+
+    def _model_state(self, rank: int) -> dict[str, Any]:
+        state = super()._model_state(rank)
+        return _strange(state, self.path, self.value) if self.part == "model" else state
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_files_with_anything_in_them_are_refused_with_a_reason(tmp_path: Path, stage: int) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    writer = _StrangeWriter(model, optimizer, stage=stage, ranks=2)
+    base = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    places = [("model", [key]) for key in writer._model_state(0)]
+    places += [("optimizer", [key]) for key in writer._optimizer_state(0)]
+    places += [("optimizer", [base, key]) for key in ("state", "param_groups")]
+    refused = 0
+    for number, (place, value) in enumerate(itertools.product(places, _STRANGE)):
+        (writer.part, writer.path), writer.value = place, value
+        writer.write(tmp_path / f"zero{number}")
+        try:
+            import_checkpoint(tmp_path / f"zero{number}", tmp_path / "run")
+        except infinity.CheckpointError as error:
+            refused += 1
+            assert str(error)
+    assert refused > 60
+
+
+def test_a_name_of_the_latest_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    with pytest.raises(infinity.CheckpointError, match="latest is damaged: it does not name a folder"):
+        import_checkpoint(tmp_path, tmp_path / "run")
+
+
 def test_nothing_of_a_file_runs(tmp_path: Path) -> None:
     plain, optimizer = _plain()
     ZeroWriter(plain, optimizer, stage=1, ranks=1).write(tmp_path / "zero")
@@ -217,6 +272,73 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
         import_checkpoint(tmp_path / "run.pt", tmp_path / "run", names=[names[0], names[-1], *names[1:-1]][::-1])
     with pytest.raises(infinity.CheckpointError, match="does not have 'other'"):
         import_checkpoint(tmp_path / "run.pt", tmp_path / "run", names=[*names[:-1], "other"])
+
+
+def test_a_name_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    """Of two states one would be lost."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("a", "b")})
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(infinity.CheckpointError, match=r"more than once 'a\.weight'"):
+        import_checkpoint(tmp_path / "run.pt", tmp_path / "run", names=["a.weight", "a.weight"])
+
+
+def test_a_tied_parameter_may_have_any_of_its_names(tmp_path: Path) -> None:
+    plain, optimizer = _plain(lambda: Net(tied=True))
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    names = [{"embed.weight": "head.weight"}.get(name, name) for name, _ in plain.named_parameters()]
+    assert import_checkpoint(tmp_path / "run.pt", tmp_path / "run", names=names).aliases
+    with CheckpointReader(tmp_path / "run") as checkpoint:
+        wanted = optimizer.state[plain.get_parameter("embed.weight")]["exp_avg"]
+        assert torch.equal(checkpoint.tensor("embed.weight", "exp_avg"), wanted)
+
+
+def test_optimizer_files_with_anything_in_them_are_refused_with_a_reason(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    state, group = content["optimizer"]["state"], content["optimizer"]["param_groups"][0]
+    places: list[tuple[str, Callable[[Any], Any]]] = [
+        ("state", lambda value: value),
+        ("state", lambda value: {0: value, 1: state[1]}),
+        *(("state", lambda value, key=key: {0: _strange(state[0], [key], value), 1: state[1]}) for key in state[0]),
+        ("param_groups", lambda value: value),
+        ("param_groups", lambda value: [value]),
+        *(("param_groups", lambda v, key=key: [_strange(group, [key], v)]) for key in ("params", "betas", "lr")),
+    ]
+    refused = 0
+    for (key, make), value in itertools.product(places, (*_STRANGE, torch.ones(3), [torch.ones(2)])):
+        if value is _GONE and make.__defaults__ is None:
+            continue
+        torch.save({**content, "optimizer": {**content["optimizer"], key: make(value)}}, tmp_path / "run.pt")
+        try:
+            import_checkpoint(tmp_path / "run.pt", tmp_path / "run")
+        except infinity.CheckpointError as error:
+            refused += 1
+            assert str(error)
+    assert refused > 60
+
+
+def test_betas_that_are_tensors_are_numbers_afterwards(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["betas"] = (torch.tensor(0.5), torch.tensor(0.75))
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "run.pt")
+    import_checkpoint(tmp_path / "run.pt", tmp_path / "run")
+    (entry,) = read_index(tmp_path / "run").optimizer or ()
+    assert (entry.settings["lr"], entry.settings["betas"]) == (0.5, [0.5, 0.75])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_run_of_two_dtypes_has_the_precision_of_most_elements(tmp_path: Path, order: int) -> None:
+    """Norms in fp32 beside bf16 weights."""
+    state = {"weight": torch.ones(8, 8, dtype=torch.bfloat16), "norm": torch.ones(8), "scale": torch.ones(2).half()}
+    torch.save(dict(list(state.items())[::order]), tmp_path / "run.pt")
+    import_checkpoint(tmp_path / "run.pt", tmp_path / "run")
+    assert read_index(tmp_path / "run").precision == "bf16"
 
 
 def test_other_optimizers_are_refused(tmp_path: Path) -> None:

@@ -394,6 +394,16 @@ def _damage(how: str, folder: Path) -> Path:
         _torch(_state(Net), folder)
         (folder / "weights.pt").write_bytes((folder / "weights.pt").read_bytes()[:100])
         return folder / "weights.pt"
+    elif how == "an index without end":
+        (folder / "model.safetensors.index.json").write_text("[" * 100_000)
+        path.unlink()
+    elif how in ("sparse", "meta"):
+        odd = torch.ones(2, 2).to_sparse() if how == "sparse" else torch.ones(2, 2, device="meta")
+        torch.save({**_state(Net), "head.weight": odd}, folder / "weights.pt")
+        return folder / "weights.pt"
+    elif how == "complex":
+        torch.save({**_state(Net), "head.weight": torch.ones(29, 37, dtype=torch.complex128)}, folder / "weights.pt")
+        return folder / "weights.pt"
     elif how == "text":
         (folder / "weights.txt").write_text("")
         return folder / "weights.txt"
@@ -412,6 +422,10 @@ _DAMAGES = {
     "old": r"before version 1\.6",
     "no state": r"holds no state dict but 'epoch', 'loss'",
     "zip": r"weights\.pt is damaged",
+    "an index without end": r"index\.json is damaged: it is not an index",
+    "sparse": r"weights\.pt: 'head\.weight' is torch\.sparse_coo; save plain tensors",
+    "meta": r"weights\.pt: 'head\.weight' is on the meta device, without values",
+    "complex": r"dtype mismatch for head\.weight: it is torch\.complex128 in the file, and torch\.float32",
     "text": r"no file with weights.*\.safetensors",
 }
 
@@ -420,6 +434,41 @@ _DAMAGES = {
 def test_what_is_no_file_with_weights_is_refused(tmp_path: Path, how: str) -> None:
     with pytest.raises(infinity.CheckpointError, match=_DAMAGES[how]):
         infinity.offload(_empty(Net), weights=_damage(how, tmp_path))
+
+
+def test_a_damaged_file_of_torch_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
+    """Every error is one of ours: a damaged pickle makes the unpickler fail in many ways."""
+    torch.save({"weight": torch.arange(6.0).view(2, 3), "bias": torch.ones(2)}, tmp_path / "w.pt")
+    whole = (tmp_path / "w.pt").read_bytes()
+    refused = 0
+    for place in range(0, len(whole), 3):
+        (tmp_path / "d.pt").write_bytes(whole[:place] + bytes([whole[place] ^ 0x15]) + whole[place + 1 :])
+        try:
+            with open_weights(tmp_path / "d.pt") as weights:
+                for name, stored in weights.tensors.items():
+                    weights.read(name, 0, torch.empty(stored.numel, dtype=stored.dtype))
+        except infinity.CheckpointError as error:
+            refused += 1
+            assert "d.pt" in str(error)
+    assert refused > len(whole) // 30
+
+
+def test_a_lazy_model_is_refused_by_name(tmp_path: Path) -> None:
+    path = _single({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path)
+    with pytest.raises(infinity.UnsupportedModelError, match="'weight' is lazy"):
+        infinity.offload(nn.LazyLinear(2), small_config(tmp_path), weights=path)
+
+
+def test_rows_of_a_transposed_tensor_are_read_without_the_others(tmp_path: Path) -> None:
+    """Also where a dimension of one is before them; what is read is the same as in one piece."""
+    for number, shape in enumerate([(1, 40, 30), (4, 10, 30), (1, 1, 1200)]):
+        tensor = torch.arange(1200.0).view(shape).transpose(-1, -2)
+        torch.save({"weight": tensor}, tmp_path / f"{number}.pt")
+        with open_weights(tmp_path / f"{number}.pt") as weights:
+            for start, numel in [(0, 1200), (7, 5), (295, 10), (1199, 1), (13, 900)]:
+                into = torch.empty(numel)
+                weights.read("weight", start, into)
+                assert torch.equal(into, tensor.reshape(-1)[start : start + numel])
 
 
 def test_a_path_where_nothing_is(tmp_path: Path) -> None:
