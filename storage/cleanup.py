@@ -106,7 +106,7 @@ def _try_lock(fd: int) -> bool:
 
 def look(path: Path, *, is_free: bool) -> FoundFolder:
     """What a run folder is; `is_free`: nobody holds its lock."""
-    nbytes = sum(_disk_nbytes(file) for file in path.rglob("*"))
+    nbytes = disk_nbytes(path)
     try:
         owner = json.loads((path / OWNER_FILE).read_text())
         pid, boot, started = int(owner["pid"]), str(owner["boot_id"]), float(owner["started"])
@@ -115,9 +115,14 @@ def look(path: Path, *, is_free: bool) -> FoundFolder:
     return FoundFolder(path, pid, not is_free or is_running(pid, boot, started), nbytes)
 
 
-def _disk_nbytes(file: Path) -> int:
+def disk_nbytes(folder: Path) -> int:
+    """Bytes on the drive of what is in a folder, while others may be removing it."""
+    return sum(_blocks_nbytes(file) for file in folder.rglob("*"))
+
+
+def _blocks_nbytes(file: Path) -> int:
     try:
-        return file.stat().st_blocks * 512
+        return file.lstat().st_blocks * 512
     except FileNotFoundError:
         return 0  # its owner is just closing
 

@@ -5,9 +5,10 @@ change places in one system call, and then what was there before is removed. A c
 folder or the new one under the name, never a mixture. (On a file system that cannot exchange two names it may leave the
 old one as `.<name>.before`.)
 
-A process that is killed leaves what it was making. Whoever saves next into the same parent removes it: the maker of a
-folder holds its lock as long as it lives, so one that can be locked has no maker. Locks of file systems that several
-machines share may not be seen by all of them, so nothing is removed there but what is in the way.
+A process that is killed leaves what it was making. Whoever saves next into the same parent removes it, and so does
+`infinity clean`: the maker of a folder holds its lock as long as it lives, so one that can be locked has no maker.
+Locks of file systems that several machines share may not be seen by all of them, so nothing is removed there but what
+is in the way.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.errors import CheckpointError
+from storage.cleanup import disk_nbytes
 from storage.errors import StorageError
 from storage.filesystems import Kind, find_file_system, make_folders, sync_folder
 
@@ -91,7 +94,7 @@ def writing(path: Path) -> Iterator[None]:
         raise  # a swap file, not the checkpoint; it says so itself
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint {path} could not be written: {error.strerror or error}"
+            f"{path} could not be written: {error.strerror or error}"
             + (f" ({error.filename})" if error.filename else "")
             + ("; the one that was there before is untouched" if path.exists() else "")
         ) from error
@@ -158,31 +161,60 @@ def _try_lock(folder: Path, *, is_needed: bool = False) -> int | None:
     return fd
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A folder in which somebody was making one.
+
+    Attributes:
+        why_left: None when it has been removed.
+    """
+
+    path: Path
+    nbytes: int
+    why_left: str | None
+
+
+def remove_unfinished(parent: Path) -> list[Unfinished]:
+    """Remove what killed processes were making in a folder: what was found there, by name.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    found = []
+    for path in sorted(parent.glob(f".*{_SAVING}")):
+        with suppress(FileNotFoundError):  # whoever was making it is done
+            if path.is_dir() and not path.is_symlink():
+                found.append(Unfinished(path, disk_nbytes(path), _remove_one(path)))
+    return found
+
+
 def _remove_left(parent: Path) -> None:
-    """Remove what killed processes were making in a folder. What goes wrong with that is logged: saving goes on."""
+    """The same for whoever saves there. What goes wrong with that is logged: saving goes on."""
     try:
-        if find_file_system(parent).kind not in _LOCAL:
-            return
-        for left in sorted(parent.glob(f".*{_SAVING}")):
-            _remove_one(left)
+        for left in remove_unfinished(parent):
+            if left.why_left is None:
+                _log.warning("removed %s, which a process that was killed had not finished", left.path)
     except OSError as error:
         _log.warning("what a killed process left in %s could not be removed: %s", parent, error)
 
 
-def _remove_one(left: Path) -> None:
-    if left.is_symlink() or not left.is_dir() or left.stat().st_uid != os.geteuid():
-        return
+def _remove_one(left: Path) -> str | None:
+    """Why it stays; None when it has been removed."""
+    if find_file_system(left.parent).kind not in _LOCAL:
+        return "another machine may be saving there"
+    if left.stat().st_uid != os.geteuid():
+        return "it belongs to another user"
     fd = _try_lock(left, is_needed=True)
     if fd is None:
-        return
+        return "a process is saving there"
     try:
         # Out of the way of whoever saves under its name now; and if this process is killed, the next one removes it.
         mine = left.with_name(f".{os.getpid()}-{secrets.token_hex(4)}{_SAVING}")
         left.rename(mine)
         shutil.rmtree(mine)
-        _log.warning("removed %s, which a process that was killed had not finished", left)
     finally:
         os.close(fd)
+    return None
 
 
 def _remove_own(folder: Path, locked: Sequence[int]) -> None:

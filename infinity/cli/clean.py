@@ -1,4 +1,4 @@
-"""`infinity clean`: removes swap folders whose owner is dead. Imports no torch."""
+"""`infinity clean`: removes swap folders whose owner is dead, and saves that nobody finishes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from infinity.checkpoint.folder import Unfinished, remove_unfinished
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_json
 from infinity.errors import ConfigError
@@ -19,6 +20,8 @@ from storage.resumable import FoundRun, find_durable, remove_durable
 
 def clean(directory: Path, report_path: Path | None, *, resumable: bool = False) -> None:
     """Remove the folders of dead owners in `directory`, and say what was removed and what was left alone.
+
+    These are swap folders, and what killed processes were saving, checkpoints or exports, into the same folder.
 
     Args:
         resumable: also runs with durable steps, from which a process could go on.
@@ -43,16 +46,19 @@ def clean(directory: Path, report_path: Path | None, *, resumable: bool = False)
             place.rmdir()
     gone = {run.folder.path for run in runs_removed}
     runs_left = [run for run in runs if run.folder.path not in gone]
+    saves = remove_unfinished(directory)
     console = make_console()
-    if not found and not runs:
-        console.print(f"{directory}: no swap folders", markup=False, soft_wrap=True)
+    if not found and not runs and not saves:
+        console.print(f"{directory}: no swap folders and no unfinished saves", markup=False, soft_wrap=True)
     else:
         table = _table(directory, removed, left)
         _add_runs(table, directory, runs_removed, runs_left)
+        _add_saves(table, saves)
         console.print(table)
+    saves_json = {is_left: [_save_json(s) for s in saves if bool(s.why_left) is is_left] for is_left in (False, True)}
     report = {
-        "removed": [_to_json(f) for f in removed] + [_run_json(run) for run in runs_removed],
-        "left": [_to_json(f) for f in left] + [_run_json(run) for run in runs_left],
+        "removed": [_to_json(f) for f in removed] + [_run_json(run) for run in runs_removed] + saves_json[False],
+        "left": [_to_json(f) for f in left] + [_run_json(run) for run in runs_left] + saves_json[True],
     }
     write_json(report_path, report)
 
@@ -96,6 +102,12 @@ def _add_runs(table: Table, directory: Path, removed: list[FoundRun], left: list
         table.add_row(*_cells(directory, run.folder), why)
 
 
+def _add_saves(table: Table, saves: list[Unfinished]) -> None:
+    for save in saves:
+        what = "removed: nobody finishes this save" if save.why_left is None else f"left: {save.why_left}"
+        table.add_row(save.path.name, "unknown", format_nbytes(save.nbytes), what)
+
+
 def _cells(directory: Path, folder: FoundFolder) -> tuple[str, str, str]:
     return str(folder.path.relative_to(directory)), _owner(folder), format_nbytes(folder.nbytes)
 
@@ -108,6 +120,11 @@ def _state_of(run: FoundRun) -> str:
 
 def _run_json(run: FoundRun) -> dict[str, Any]:
     return _to_json(run.folder) | {"step": run.step}
+
+
+def _save_json(save: Unfinished) -> dict[str, Any]:
+    is_left = save.why_left is not None
+    return _to_json(FoundFolder(save.path, None, is_left, save.nbytes)) | {"saving": True}
 
 
 def _owner(folder: FoundFolder) -> str:

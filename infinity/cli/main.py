@@ -90,10 +90,11 @@ def train(options: TrainOptions) -> None:
 @app.command(epilog=EPILOG)
 @takes(CleanOptions)
 def clean(options: CleanOptions) -> None:
-    """Remove swap folders whose owner is dead; one whose owner runs is never touched.
+    """Remove swap folders, and unfinished saves, whose owner is dead; one whose owner runs is never touched.
 
     \b
     infinity clean /mnt/nvme0
+    infinity clean runs                        the folder that checkpoints lie in
     infinity clean /mnt/nvme0 --resumable      also what a run with durable steps could go on with
     """
     from infinity.cli.clean import clean as run

@@ -112,3 +112,44 @@ def test_removes_what_ranks_left(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "report.json").read_text())
     assert [folder["path"] for folder in report["removed"]] == [str(dead)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0", "report.json"]
+
+
+_SAVING = """
+import os, sys
+from pathlib import Path
+from infinity.checkpoint.folder import replaced_folder
+with replaced_folder(Path(sys.argv[1]), lambda there: True) as made:
+    (made / "content").write_bytes(bytes(70_000))
+    print("making", flush=True)
+    if sys.argv[2] == "dies":
+        os.kill(os.getpid(), 9)
+    sys.stdin.read()
+"""
+
+
+def test_removes_a_save_that_nobody_finishes_and_leaves_one_under_way(tmp_path: Path) -> None:
+    def saving(name: str, how: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _SAVING, str(tmp_path / name), how]
+        return subprocess.Popen(command, cwd=_root(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with saving("alive", "lives") as alive, saving("dead", "dies") as dead:
+        assert alive.stdout is not None
+        assert dead.stdout is not None
+        assert alive.stdout.readline() == dead.stdout.readline() == "making\n"
+        assert dead.wait(timeout=200) == -9
+        (tmp_path / ".link.infinity-saving").symlink_to(tmp_path / ".dead.infinity-saving")
+        code, output, _ = call("clean", tmp_path, "--json", tmp_path / "report.json")
+        assert code == 0
+        assert "removed: nobody finishes this save" in output
+        assert "left: a process is saving there" in output
+        report = json.loads((tmp_path / "report.json").read_text())
+        assert [Path(one["path"]).name for one in report["removed"]] == [".dead.infinity-saving"]
+        assert report["removed"][0]["bytes"] >= 70_000
+        assert [Path(one["path"]).name for one in report["left"]] == [".alive.infinity-saving"]
+        assert all(one["saving"] for one in (*report["removed"], *report["left"]))
+        assert alive.stdin is not None
+        alive.stdin.close()
+        assert alive.wait(timeout=200) == 0
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [".link.infinity-saving", "alive", "report.json"]
+    assert (tmp_path / "alive" / "content").stat().st_size == 70_000
