@@ -290,6 +290,39 @@ def test_prometheus_file_parses(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["infinity.prom"]
 
 
+def _parsed(path: Path) -> dict[str, tuple[float, dict[str, str]]]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = [sample for family in text_string_to_metric_families(path.read_text()) for sample in family.samples]
+    assert len({sample.name for sample in samples}) == len(samples)
+    return {sample.name: (sample.value, sample.labels) for sample in samples}
+
+
+def test_two_values_that_come_to_one_name_are_told_apart(tmp_path: Path) -> None:
+    """By Prometheus' rule for any text as a name; the counters of the engine keep theirs, whatever a loop passes in."""
+    path = tmp_path / "run.prom"
+    sink = PrometheusFile(path)
+    given = {"loss/a": 1.0, "loss_a": 2.0, "stall_seconds": 3.0, "nvme_read_bytes_total": 4.0}
+    sink.write(0, {**given, "stall/link_s": 5.0, "nvme/read_bytes": 6.0})
+    assert _parsed(path) == {
+        "infinity_step": (0.0, {}),
+        "infinity_loss_a": (1.0, {}),
+        "U__infinity__loss__a": (2.0, {}),
+        "U__infinity__stall__seconds": (3.0, {}),
+        "U__infinity__nvme__read__bytes__total": (4.0, {}),
+        "infinity_stall_seconds_total": (5.0, {"cause": "link"}),
+        "infinity_nvme_read_bytes_total": (6.0, {}),
+    }
+    late: dict[str, Any] = {"loss.a": 7.0, "loss_a": 8.0, "loss/a": 9.0, "note": "no number"}
+    sink.write(1, late)
+    assert _parsed(path) == {
+        "infinity_step": (1.0, {}),
+        "U__infinity__loss_2e_a": (7.0, {}),
+        "U__infinity__loss__a": (8.0, {}),
+        "infinity_loss_a": (9.0, {}),
+    }
+
+
 def test_prometheus_server_answers_here_and_stops() -> None:
     server = PrometheusServer()
     server.write(1, ROW)
