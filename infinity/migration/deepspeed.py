@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -26,6 +27,7 @@ _SCALE_KEYS = (
     *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
     *("fp16.consecutive_hysteresis", "fp16.min_loss_scale"),
 )
+_MOST_POWER = 126  # of two, that fp32 gradients can be multiplied by
 _OFFLOADS = (f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer")
 _OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
 _KINDS = {"Adam": "adam", "AdamW": "adamw", "Lion": "lion", "SGD": "sgd"}
@@ -38,6 +40,13 @@ _COMPUTED = (
     *(f"{_ZERO}.mics_shard_size", "gradient_accumulation_steps", "gradient_clipping", "aio.use_gds"),
     *("optimizer.type", "scheduler.type", "bf16.bf16_optimizer_states", "activation_checkpointing.cpu_checkpointing"),
 )
+_MOST_LEVELS = 20
+# What has settings inside: DeepSpeed takes no other value there.
+_SECTIONS = frozenset(
+    name.rsplit(".", depth)[0]
+    for name in (*FIXED, *_COMPUTED, "optimizer.params.lr", "scheduler.params.lr")
+    for depth in range(1, name.count(".") + 1)
+)
 
 
 def read_deepspeed(source: StrPath | Mapping[str, Any]) -> Migration:
@@ -49,6 +58,8 @@ def read_deepspeed(source: StrPath | Mapping[str, Any]) -> Migration:
     Raises:
         ConfigError: the file cannot be read, or a value is of the wrong kind.
     """
+    if not isinstance(source, Mapping | str | os.PathLike):
+        raise ConfigError(f"DeepSpeed's settings are given as {source!r}; give the JSON file's path, or its contents")
     settings = dict(source) if isinstance(source, Mapping) else _read(Path(source))
     return _Translation(settings).run()
 
@@ -67,6 +78,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every value with its dotted name, in the order of the file."""
+    if prefix.count(".") > _MOST_LEVELS:
+        raise ConfigError(
+            f"{prefix[:60]}...: settings inside settings more than {_MOST_LEVELS} deep, which DeepSpeed has nowhere"
+        )
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -138,11 +153,16 @@ class _Translation:
                 self._note(key, Outcome.UNNEEDED, f"losses are not scaled in {precision.value}")
 
     def _loss_scale(self) -> None:
-        fixed = self._number("fp16.loss_scale", 0)
-        arguments = {"init_scale": fixed or 2.0 ** self._number("fp16.initial_scale_power", 16)}
-        power = math.log2(arguments["init_scale"]) if arguments["init_scale"] > 0 else 0.5
-        if power != int(power):
-            raise ConfigError(f"fp16.loss_scale = {fixed}: only powers of two scale without rounding; use the nearest")
+        fixed, power = self._number("fp16.loss_scale", 0), self._number("fp16.initial_scale_power", 16)
+        if fixed:
+            power = math.log2(fixed) if fixed > 0 else math.nan
+        if power not in range(-_MOST_POWER, _MOST_POWER + 1):
+            given = f"loss_scale = {fixed:g}" if fixed else f"initial_scale_power = {power:g}"
+            raise ConfigError(
+                f"fp16.{given}: only powers of two scale without rounding, of 2**-{_MOST_POWER} to 2**{_MOST_POWER}; "
+                "use the nearest"
+            )
+        arguments = {"init_scale": 2.0**power}
         if not fixed and "fp16.loss_scale_window" in self._values:
             arguments["growth_interval"] = int(self._number("fp16.loss_scale_window", 1000))
         shown = ", ".join(f"{name}={value:g}" for name, value in arguments.items())
@@ -283,10 +303,18 @@ class _Translation:
                 self._note(key, Outcome.LOOP, _AUTO_TEXT)
             elif outcome is not None:
                 self._note(key, *outcome)
+            elif name in _SECTIONS:
+                self._empty_section(key)
             else:
                 self._note(key, Outcome.UNKNOWN, _guess(name))
         for key in [key for key in self._values if key.startswith("scheduler.params.")]:
             self._note(key, Outcome.LOOP, _AUTO_TEXT if self._values[key] == _AUTO else "see scheduler.type")
+
+    def _empty_section(self, key: str) -> None:
+        value = self._values[key]
+        if value not in (None, False, {}):
+            raise ConfigError(f"{key} = {value!r}: DeepSpeed wants settings by name there")
+        self._note(key, *_OFF)
 
     # Values ----------------------------------------------------------------------------------------------------
 

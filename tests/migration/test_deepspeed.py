@@ -184,6 +184,13 @@ def nested(key: str, value: object) -> dict[str, Any]:
     return {name: nested(rest, value) if rest else value}
 
 
+def deep(levels: int) -> dict[Any, Any]:
+    made: dict[Any, Any] = {}
+    for number in range(levels):
+        made = {number: made}
+    return made
+
+
 def silent(source: dict[str, Any]) -> infinity.Config:
     return infinity.Config.from_deepspeed(source, on_report=lambda report: None)
 
@@ -259,6 +266,13 @@ def test_what_is_turned_off_is_not_missed() -> None:
     assert {(finding.outcome, finding.text) for finding in findings} == {(Outcome.UNNEEDED, "off")}
     on = read_deepspeed({"elasticity": {"enabled": True, "max_train_batch_size": 2000}}).findings
     assert {finding.outcome for finding in on} == {Outcome.UNSUPPORTED}
+
+
+def test_empty_sections_are_defaults() -> None:
+    sections: list[tuple[str, Any]] = [("fp16", None), ("zero_optimization", {}), ("optimizer", None), ("aio", False)]
+    migration = read_deepspeed(dict(sections))
+    assert [(f.outcome, f.text) for f in migration.findings] == [(Outcome.UNNEEDED, "off")] * 4
+    assert migration.config == infinity.Config(precision="fp32", stage=1)
 
 
 def test_state_format_and_activations_are_mapped() -> None:
@@ -352,9 +366,19 @@ def test_a_typing_error_is_named_with_the_nearest_key() -> None:
         ({"fp16": {"enabled": True, "loss_scale": 1000}}, "powers of two"),
         ({"bf16": {"enabled": "yes"}}, "true, false"),
         ({"gradient_clipping": True}, "wants a number"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 5000}}, r"initial_scale_power = 5000: only powers"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1.5}}, r"initial_scale_power = 1\.5: only powers"),
+        ({"fp16": {"enabled": True, "loss_scale": -8}}, r"loss_scale = -8: only powers"),
+        ({"fp16": True}, "fp16 = True: DeepSpeed wants settings by name"),
+        ({"zero_optimization": 3}, "zero_optimization = 3: DeepSpeed wants settings"),
+        ({"zero_optimization": {"offload_param": "nvme"}}, r"offload_param = 'nvme': DeepSpeed wants settings"),
+        ({"optimizer": ["AdamW"]}, r"optimizer = \['AdamW'\]: DeepSpeed wants settings"),
+        (5, "given as 5; give the JSON file's path"),
+        (None, "given as None; give the JSON file's path"),
+        (deep(2000), "more than 20 deep"),
     ],
 )
-def test_wrong_values_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(infinity.ConfigError, match=message):
         read_deepspeed(settings)
 
