@@ -144,6 +144,11 @@ class SectionUpdate:
                 f"is {tuple(values.shape)} and {values.dtype}, its gradient {tuple(grad.shape)}. Build the optimizer "
                 "after the model has its final shape and dtype"
             )
+        if not values.is_contiguous():
+            raise ConfigError(
+                f"parameter {slot.name} is not contiguous in memory any more, as after model.to(memory_format=...). "
+                "Build the optimizer after the model has its final memory format, or make it contiguous again"
+            )
 
 
 def make_sections(

@@ -11,7 +11,9 @@ Needs the extra `hf`.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from infinity.errors import CheckpointError, ConfigError
 from infinity.observe.exporters import Rates
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
+from infinity.optim.base import OffloadedOptimizer
 from storage.closing import Closing
 from storage.paths import StrPath
 
@@ -68,6 +71,7 @@ class InfinityTrainer(transformers.Trainer, Closing):  # type: ignore[misc, unus
         if engine is not None and infinity_config is not None:
             raise ConfigError("InfinityTrainer got an engine and infinity_config: an engine has settings of its own")
         _refuse_arguments(args)
+        _refuse_optimizer(rest)
         self._owned: Engine | None = None  # by this Trainer, which closes it
         if engine is None:
             engine = self._owned = offload(model, infinity_config)
@@ -114,6 +118,8 @@ class InfinityTrainer(transformers.Trainer, Closing):  # type: ignore[misc, unus
             self._save_weights(folder)
             return
         self.engine.save(folder / _STATE, optimizer=self._own_optimizer())
+        if not self.args.should_save:
+            return
         if hasattr(self._held_model, "config"):
             self._held_model.config.save_pretrained(str(folder))
         if self.processing_class is not None:
@@ -127,15 +133,19 @@ class InfinityTrainer(transformers.Trainer, Closing):  # type: ignore[misc, unus
         self.engine.export(made)
         if not is_first:
             return
-        for file in made.iterdir():
-            os.replace(file, folder / file.name)
+        names = [file.name for file in made.iterdir()]
+        for name in names:
+            os.replace(made / name, folder / name)
         made.rmdir()
+        for stale in _stale_weights(folder, names):
+            stale.unlink()
         if self.processing_class is not None:
             self.processing_class.save_pretrained(str(folder))
         torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.lr_scheduler is not None:  # the optimizer is in the engine's folder
+        # The optimizer is in the engine's folder.
+        if self.lr_scheduler is not None and self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -179,6 +189,26 @@ def _refuse_arguments(args: Any) -> None:
             f"args.optim = {chosen!r}: its state would lie outside the tiers; allowed: {', '.join(_OPTIMIZERS)}, or "
             "give an optimizer of infinity in optimizers=(...)"
         )
+
+
+def _refuse_optimizer(rest: Mapping[str, Any]) -> None:
+    if rest.get("optimizer_cls_and_kwargs") is not None:
+        raise ConfigError("optimizer_cls_and_kwargs: the optimizer is infinity.AdamW; or give one in optimizers=(...)")
+    given = (rest.get("optimizers") or (None,))[0]
+    if given is not None and not isinstance(given, OffloadedOptimizer):
+        raise ConfigError(
+            f"optimizers=({type(given).__name__}, ...): its state would lie outside the tiers; give an optimizer of "
+            "infinity, made of the parameters that engine= holds"
+        )
+
+
+def _stale_weights(folder: Path, written: Iterable[str]) -> list[Path]:
+    """Files of earlier weights of the same kind, which a loader would take for a part of the new ones, or for them."""
+    written = set(written)
+    stem = "adapter_model" if any(name.startswith("adapter_model") for name in written) else "model"
+    name_of_weights = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+    found = [path for path in folder.iterdir() if path.name not in written and name_of_weights.fullmatch(path.name)]
+    return sorted(path for path in found if path.is_file())
 
 
 def _state_of(checkpoint: StrPath) -> Path:

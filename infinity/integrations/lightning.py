@@ -153,7 +153,9 @@ class InfinityStrategy(ParallelStrategy, Closing):  # type: ignore[misc, unused-
         is_mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
         operation = dist.ReduceOp.SUM if is_mean else reduce_op
         if isinstance(operation, str):
-            operation = getattr(dist.ReduceOp, operation.upper())
+            operation = getattr(dist.ReduceOp, operation.upper(), None)
+            if operation is None:
+                raise ConfigError(f"reduce_op={reduce_op!r}: torch.distributed.ReduceOp has no such operation")
         total = tensor.clone()
         dist.all_reduce(total, op=operation, group=group)
         return total / dist.get_world_size(group) if is_mean else total

@@ -286,6 +286,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
         train(model, optimizer, range(1))
 
 
+def test_another_memory_format_is_refused_before_anything_is_updated(tmp_path: Path) -> None:
+    model = nn.Conv2d(3, 4, 3)
+    with infinity.AdamW(model.parameters(), lr=1e-2, config=config(tmp_path)) as optimizer:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model(torch.ones(1, 3, 5, 5)).sum().backward()
+        before = model.weight.detach().clone()
+        with pytest.raises(infinity.ConfigError, match="not contiguous in memory any more"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        optimizer.step()
+        assert not torch.equal(model.weight, before)
+
+
 def test_offloaded_parameters_have_an_engine_for_that(tmp_path: Path) -> None:
     model = build(Net)
     settings = {"precision": "fp32", "device": {"kind": "cpu", "budget": "8MiB"}, "host": {"budget": "8MiB"}}

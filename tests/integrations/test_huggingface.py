@@ -139,6 +139,51 @@ def test_saved_models_are_read_by_transformers(tmp_path: Path) -> None:
     assert all(torch.equal(trained[name], parameter) for name, parameter in loaded.named_parameters())
 
 
+def test_weights_of_an_earlier_save_are_not_taken_for_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file `model.safetensors` is preferred to several with an index."""
+    folder = tmp_path / "model"
+    build(llama, seed=1).save_pretrained(folder)
+    (folder / "notes-model.safetensors").write_text("mine")
+    model = build(llama)
+    with InfinityTrainer(model, arguments(tmp_path / "ours"), infinity_config=config(tmp_path)) as trainer:
+        export = trainer.engine.export
+        monkeypatch.setattr(trainer.engine, "export", lambda path: export(path, shard_size="20KB"))
+        trainer.save_model(str(folder))
+        wanted = values(model)
+        assert not (folder / "model.safetensors").exists()
+        several = {path.name for path in folder.glob("model-*-of-*.safetensors")}
+        loaded = transformers.LlamaForCausalLM.from_pretrained(folder)
+        assert all(torch.equal(wanted[name], parameter) for name, parameter in loaded.named_parameters())
+        monkeypatch.setattr(trainer.engine, "export", lambda path: export(path, shard_size=None))
+        trainer.save_model(str(folder))
+    assert len(several) > 1
+    assert {path.name for path in folder.glob("*model*")} == {"model.safetensors", "notes-model.safetensors"}
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = build(llama)
+    other = torch.optim.AdamW(model.parameters())
+    for given, told in (
+        ({"optimizers": (other, None)}, r"optimizers=\(AdamW, \.\.\.\)"),
+        ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})}, "optimizer_cls_and_kwargs"),
+    ):
+        with pytest.raises(infinity.ConfigError, match=told):
+            InfinityTrainer(model, arguments(tmp_path), infinity_config=config(tmp_path), **given)
+    assert model.lm_head.weight.sum().isfinite()  # the model was not touched
+
+
+def test_only_the_first_process_writes_what_all_of_them_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(tmp_path / "ours")
+    with InfinityTrainer(build(llama), args, infinity_config=config(tmp_path), train_dataset=data()) as trainer:
+        trainer.create_optimizer_and_scheduler(4)
+        monkeypatch.setattr(transformers.TrainingArguments, "should_save", False)
+        trainer.save_model(str(tmp_path / "other"), _internal_call=True)
+        trainer._save_optimizer_and_scheduler(str(tmp_path / "other"))
+        assert [path.name for path in (tmp_path / "other").iterdir()] == ["infinity"]
+
+
 def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:
     plain = arguments(tmp_path / "plain", save_strategy="steps", save_steps=4)
     transformers.Trainer(model=build(llama), args=plain, train_dataset=data()).train()
