@@ -18,7 +18,8 @@ Under the deferred schedule an update waits here until its group comes up in the
 read into the window once, updated there, and used from there while it is written behind: the read of the forward serves
 the update too. Once all updates of a step are there, they start in that order as far as the window has room; then those
 whose copies are in the window already, so an update that waits holds no window memory, and nothing that holds window
-memory waits for the order.
+memory waits for room. A copy that the device still reads from the backward keeps its place in the order: what comes
+after it waits for as long, or it would find the optimizer's worker busy with all of that.
 
 Everything here runs on one asyncio loop, whose time it uses; nothing blocks and nothing touches autograd.
 """
@@ -94,6 +95,7 @@ class ReadAhead:
         self._read_by_device: Counter[int] = Counter()  # by group, copies under way whose claim ends with them
         self._consumed_here: set[int] = set()  # groups of the access at the position that need no read any more
         self._barrier_open = False
+        self._held_wait = False  # whether deferred updates of copies in the window still wait for their turn
         self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.step = 0
@@ -137,7 +139,8 @@ class ReadAhead:
                 copy.drop()
         elif copy.state is CopyState.WRITING and not self._is_kept(copy, phase):
             copy.is_used_up = True
-        self._update_if_held(index)
+        if not self._held_wait:
+            self._update_if_held(index)
         self._window.wake()
         self.advance()
 
@@ -153,10 +156,8 @@ class ReadAhead:
         What is used first is updated first, whether its copy is here already or not.
         """
         self.step = step
-        self._barrier_open = True
+        self._barrier_open = self._held_wait = True
         self.advance()
-        for index in list(self._deferred):
-            self._update_if_held(index)
 
     def defer(self, index: int, update: DeferredUpdate) -> None:
         """An update waits until its group is used, or until `force`; see [Note: deferred updates].
@@ -229,12 +230,18 @@ class ReadAhead:
         """Submit reads for what comes next, in order, as far as the window allows."""
         if self._stopped:
             return
+        is_held_up = self._advance_in_order()
+        if self._held_wait and not is_held_up:
+            self._update_held()
+
+    def _advance_in_order(self) -> bool:
+        """Whether a deferred update has stopped it because its copy is claimed, which ends by itself."""
         used: dict[int, Phase] = {}  # by group: the phase of its use before
         for distance, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:
                 copy = self._copies[index]
                 if index in self._deferred and not self._try_update(index, Priority.READ_AHEAD):
-                    return
+                    return copy.is_claimed
                 if copy.pinned or copy.is_chunked or (distance == 0 and index in self._consumed_here):
                     continue
                 before = used.get(index, self._current_phase() if copy.is_claimed else None)
@@ -244,7 +251,8 @@ class ReadAhead:
                 # In order, or not at all: what is read past a gap would have to be evicted to close it.
                 is_readable = copy.state is CopyState.ABSENT and copy.is_settled and before is None
                 if not is_readable or not self._try_read(copy, Priority.READ_AHEAD):
-                    return
+                    return False
+        return False
 
     def _current_phase(self) -> Phase:
         """The phase of the access that the training thread is at, or has just left."""
@@ -287,6 +295,12 @@ class ReadAhead:
                 copy.drop()
         self._window.wake()
         self.advance()
+
+    def _update_held(self) -> None:
+        """Deferred updates of copies in the window wait for their turn no longer."""
+        self._held_wait = False
+        for index in list(self._deferred):
+            self._update_if_held(index)
 
     def _update_if_held(self, index: int) -> None:
         """A deferred update whose copy is in the window starts at once, and one that no read into it can serve."""
@@ -369,6 +383,8 @@ class ReadAhead:
         return True
 
     async def _make_room(self, wanted: HostCopy) -> None:
+        if self._held_wait:
+            self._update_held()  # they hold what is waited for
         distance: dict[int, int] = {}
         for number, access in enumerate(self._upcoming()):
             for index in self._groups_of_unit[access.unit]:

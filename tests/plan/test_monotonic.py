@@ -240,6 +240,20 @@ KEPT = request_of(
     dram=200e9,
     has_gpu=False,
 )
+# The device still read one shard when the updates came, and kept copies went before the pinned shards behind it.
+STILL_READ = request_of(
+    3,
+    2048,
+    Schedule.DEFERRED,
+    host=7.895,
+    device=1.77,
+    read=7e9,
+    latency_s=1e-4,
+    duplex=1.0,
+    efficiency=0.003,
+    dram=200e9,
+    optimizer_s=2e-9,
+)
 # With all parameters and gradients in memory, the optimizer's thread waited for one gradient while others were there.
 ARRIVING = request_of(
     4,
@@ -302,6 +316,7 @@ LONGER_CHUNKS = request_of(
 @example(request=JUST_WHOLE, what="host memory", factor=1.3)
 @example(request=JUST_WHOLE_OVERLAPPED, what="host memory", factor=1.05)
 @example(request=LONGER_CHUNKS, what="host memory", factor=1.05)
+@example(request=STILL_READ, what="host memory", factor=1.05)
 @example(request=KEPT, what="host memory", factor=1.05)
 @example(request=ARRIVING, what="host memory", factor=1.3)
 @example(request=CHUNKS, what="host memory", factor=1.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from infinity.order import Mode, Phase
 from infinity.residency import CopyState
 from infinity.testing import SimulatedStore
 from storage.errors import ReadError
-from storage.types import Op, Priority, TrafficTag
+from storage.types import Op, Priority, Ticket, TrafficTag
 from tests.scheduler.simulation import Simulation
 
 PAGE = SHARD_ALIGN_NUMEL * 4
@@ -248,4 +249,76 @@ async def test_an_order_that_has_changed_is_learned(tmp_path: Path) -> None:
         demands.append(simulation.read_ahead.counts["demand"] - before)
     assert demands[0] > 0
     assert demands[1:] == [0, 0]
+    await simulation.close()
+
+
+class NotedUpdate:
+    """Implements `infinity.readahead.DeferredUpdate`."""
+
+    def __init__(self, index: int, started: list[int]) -> None:
+        self._index, self._started = index, started
+
+    def start(self, *, is_forced: bool) -> None:
+        """Note it."""
+        self._started.append(self._index)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing fails here."""
+        raise error
+
+
+@dataclass
+class CopyToDevice:
+    """Implements `infinity.devices.base.Fence`."""
+
+    done: bool = False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Only of a copy that is over."""
+        assert self.done
+
+
+async def _defer_while_the_device_reads(simulation: Simulation) -> tuple[CopyToDevice, list[int]]:
+    """Deferred updates of kept copies 0, 1 and 2, of which the device still reads the first; those that start."""
+    await simulation.train_step()
+    await asyncio.sleep(100)
+    simulation.begin()
+    copy_to_device, started = CopyToDevice(), list[int]()
+    copies, read_ahead = simulation.copies[:3], simulation.read_ahead
+    assert all(copy.state is CopyState.CLEAN for copy in copies)
+    assert copies[0].claim()
+    read_ahead.consumed(0, Phase.BACKWARD, copy_to_device)
+    for index, copy in enumerate(copies):
+        copy.update = Ticket(f"update {index}")
+        read_ahead.defer(index, NotedUpdate(index, started))
+    read_ahead.step_submitted(simulation.step)
+    await asyncio.sleep(1)
+    return copy_to_device, started
+
+
+async def test_updates_keep_their_order_while_the_device_reads_a_shard_before_them(tmp_path: Path) -> None:
+    """Started before it, they would occupy the optimizer's worker, and the next forward begins with that shard."""
+    simulation = Simulation(
+        tmp_path, [1] * 3, window_nbytes=3 * PAGE, overlapped=False, keep_at_turn=[0, 1, 2], keep_at_boundary=[0, 1, 2]
+    )
+    copy_to_device, started = await _defer_while_the_device_reads(simulation)
+    assert not started
+    copy_to_device.done = True
+    await asyncio.sleep(1)
+    assert started == [0, 1, 2]
+    await simulation.close()
+
+
+async def test_updates_that_hold_the_memory_somebody_waits_for_do_not_wait_for_their_turn(tmp_path: Path) -> None:
+    simulation = Simulation(
+        tmp_path, [1] * 4, window_nbytes=3 * PAGE, overlapped=False, keep_at_turn=[0, 1, 2], keep_at_boundary=[0, 1, 2]
+    )
+    copy_to_device, started = await _defer_while_the_device_reads(simulation)
+    demand = asyncio.create_task(simulation.read_ahead.demand(3))
+    await asyncio.sleep(1)
+    assert started == [1, 2]
+    copy_to_device.done = True
+    await asyncio.sleep(1)
+    assert started == [1, 2, 0]
+    demand.cancel()
     await simulation.close()
