@@ -45,7 +45,7 @@ def divide_host(request: Request, sizes: Sizes) -> HostDivision:
     does fits in the budget it is the one that needs least.
     """
     whole = HostDivision(request, sizes)
-    small = small_groups(sizes, whole.minimum_nbytes // _SMALL_PART)
+    small = groups_held_first(sizes, whole)
     divisions = [HostDivision(request, sizes.in_chunks(chunked), small) for chunked in chunkings(sizes)]
     smallest = min(divisions, key=lambda division: (division.minimum_nbytes, division.flowing_nbytes))
     chosen = next((d for d in divisions if d.flowing_nbytes <= request.host_budget_nbytes), smallest)
@@ -54,9 +54,14 @@ def divide_host(request: Request, sizes: Sizes) -> HostDivision:
     return chosen
 
 
-def small_groups(sizes: Sizes, limit_nbytes: int) -> list[int]:
-    """Indices of the smallest groups, smallest first, all of which together has at most so many bytes."""
+def groups_held_first(sizes: Sizes, whole: HostDivision) -> list[int]:
+    """Indices of the groups that come to host memory before others, smallest first; see [Note: small groups].
+
+    Args:
+        whole: the division in which no group passes host memory in chunks.
+    """
     chosen: list[int] = []
+    limit_nbytes = whole.minimum_nbytes // _SMALL_PART
     for index in sorted((g.index for g in sizes.streamed), key=lambda i: (sizes.group_nbytes(i), i)):
         limit_nbytes -= sizes.group_nbytes(index)
         if limit_nbytes < 0:

@@ -124,15 +124,24 @@ class RecordedValues:
         self._spans = self._group_spans(self.plan)
 
     def _cheapest(self, in_order: ReplayPlan) -> ReplayPlan:
-        """The order that holds least, but random numbers are drawn twice only where that saves much."""
+        """The order that holds least, but random numbers are drawn twice only where that saves much.
+
+        An order is tried only where the one before holds more than every order does: the largest group.
+        """
 
         def peak_nbytes(plan: ReplayPlan) -> int:
             return self._peak_nbytes(plan, lambda nbytes: True)
 
         together = [self._blocks(group) for group in self.groups]
-        once = min(in_order, in_turns(in_order, together), key=peak_nbytes)
+        least_nbytes = max((group.layout.numel * group.source_dtype.itemsize for group in self.groups), default=0)
+        once, once_nbytes = in_order, peak_nbytes(in_order)
+        if once_nbytes > least_nbytes:
+            turns = in_turns(in_order, together)
+            once, once_nbytes = min((once, once_nbytes), (turns, peak_nbytes(turns)), key=lambda pair: pair[1])
+        if _SAVING * once_nbytes < least_nbytes:
+            return once
         twice = in_turns_drawn_twice(in_order, together)
-        return once if twice is None or peak_nbytes(twice) > _SAVING * peak_nbytes(once) else twice
+        return once if twice is None or peak_nbytes(twice) > _SAVING * once_nbytes else twice
 
     def _blocks(self, group: FlatGroup) -> dict[Block, None]:
         """Those of a group, in an order that is the same on every rank."""

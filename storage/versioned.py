@@ -328,7 +328,8 @@ class VersionedStore(ShardStore):
             if key in self._keys
         ]
         removed = [key for key in changed if key not in self._keys]
-        kept = [piece for key, entry in self._keys.items() if key not in self._volatile for piece in entry.pieces]
+        # What is fresh belongs to a key that was made or written since the last commit.
+        kept = [piece for record in records for piece in record.pieces]
         self._unsynced.hold([piece.extent for piece in kept if self._space.is_fresh(piece)])
         retired = self._space.seal([piece for key in self._volatile for piece in self._keys[key].pieces])
         return _Snapshot(step, notes, records, removed, retired, before)

@@ -19,7 +19,7 @@ from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
 from infinity.grouping import make_groups
 from infinity.groups import ALONE
-from infinity.host_division import _SMALL_PART, HostDivision, small_groups
+from infinity.host_division import HostDivision, groups_held_first
 from infinity.init import staging_nbytes
 from infinity.layout import Sharding
 from infinity.optim.hyper import most_nbytes_per_element
@@ -138,7 +138,7 @@ class Worth:
 def worth(request: Request, plan: Placement) -> Worth:
     sizes = [group.layout.numel for group in request.groups]
     held = [group.index for group in request.groups if group.index not in plan.spilled_gradients]
-    small = small_groups(Sizes(request), HostDivision(request, Sizes(request)).minimum_nbytes // _SMALL_PART)
+    small = groups_held_first(Sizes(request), HostDivision(request, Sizes(request)))
     return Worth(
         sum(index in plan.pinned_params and index in held for index in small),
         sum(sizes[index] for index in held),
