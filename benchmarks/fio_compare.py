@@ -17,7 +17,7 @@ import json
 import sys
 from typing import Any
 
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import at_least, duration_s, made_folder, result_file
 from infinity.bench.engines import BenchEngine
 from infinity.bench.fio import FioSetup
 from infinity.bench.fio_json import to_json
@@ -34,8 +34,8 @@ def main() -> int:
     """1 when a ratio to fio at its best misses its goal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=made_folder)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.5)
+    parser.add_argument("--rounds", type=at_least(1), default=9)
+    parser.add_argument("--seconds", type=duration_s, default=1.5)
     parser.add_argument("--size", default="1GiB")
     parser.add_argument("--json", type=result_file)
     arguments = parser.parse_args()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.bench.arguments import result_file
+from infinity.bench.arguments import at_least, result_file, several
 from infinity.bench.machine import describe_machine
 from infinity.config import Precision, StateFormat
 from infinity.optim.forms import SplitMaster
@@ -110,14 +110,12 @@ def _figures(seconds: list[float], numel: int, moved: float) -> dict[str, float]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--numel", type=int, default=1 << 24)
-    parser.add_argument("--threads", default=",".join(map(str, sorted({1, usable_cores()}))))
+    parser.add_argument("--rounds", type=at_least(1), default=15)
+    parser.add_argument("--numel", type=at_least(1), default=1 << 24)
+    parser.add_argument("--threads", type=several(at_least(1)), default=sorted({1, usable_cores()}))
     parser.add_argument("--json", type=result_file)
     options = parser.parse_args()
-    found = {
-        f"{count} threads": measure(options.rounds, options.numel, int(count)) for count in options.threads.split(",")
-    }
+    found = {f"{count} threads": measure(options.rounds, options.numel, count) for count in options.threads}
     report = {
         "machine": describe_machine(),
         "torch": str(torch.__version__),

@@ -19,6 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from infinity.bench.arguments import at_least
+from infinity.replacing import replaced_file
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "kills.json"
 CASES = {
@@ -52,12 +55,13 @@ def run(case: int, points: int, first: int, last: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", type=int, choices=list(CASES))
-    parser.add_argument("--points", type=int, default=55)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--last", type=int, default=0, help="default: all points")
-    parser.add_argument("--part", type=int, default=5, help="points after which the result is kept")
-    parser.add_argument("--summary", action="store_true")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--case", type=int, choices=list(CASES))
+    what.add_argument("--summary", action="store_true", help="of what is kept, without killing more")
+    parser.add_argument("--points", type=at_least(1), default=55)
+    parser.add_argument("--first", type=at_least(0), default=0)
+    parser.add_argument("--last", type=at_least(1), help="default: all points")
+    parser.add_argument("--part", type=at_least(1), default=5, help="points after which the result is kept")
     options = parser.parse_args()
     kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     if options.case is not None:
@@ -67,7 +71,8 @@ def main() -> None:
             kept[f"{options.case}: {first} to {stop} of {options.points}"] = run(
                 options.case, options.points, first, stop
             )
-            RESULT.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            with replaced_file(RESULT) as file:
+                file.write(json.dumps(kept, indent=1, sort_keys=True) + "\n")
             print(f"case {options.case}: {stop} of {last}", flush=True)
     killed = sum(part["killed"] for part in kept.values())
     failed = sum(len(part["failures"]) for part in kept.values())

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.bench.arguments import result_file
+from infinity.bench.arguments import at_least, result_file
 from infinity.bench.machine import describe_machine
 from infinity.observe.exporters import JsonLines, MetricsLog
 from infinity.observe.stalls import StallCause, StallClock
@@ -119,8 +119,8 @@ def notes_per_step(preset: str, steps: int) -> tuple[Counter[str], float, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=at_least(3), default=6)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--json", type=result_file)
     given = parser.parse_args()
     counts, step_s, run = notes_per_step(given.preset, given.steps)

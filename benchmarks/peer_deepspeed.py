@@ -38,8 +38,9 @@ import torch
 
 import infinity
 from benchmarks.peer_model import PeerGpt, PeerShape, batches, first_values
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import at_least, made_folder, result_file
 from infinity.bench.machine import describe_machine
+from infinity.cli.memory import peak_rss_bytes
 from infinity.devices.cpu import has_fast_bf16
 from infinity.replacing import replaced_file
 
@@ -58,11 +59,6 @@ def process_io() -> tuple[int, int]:
     """Bytes that this process has read from and written to drives."""
     counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(counted["read_bytes"]), int(counted["write_bytes"])
-
-
-def peak_rss_nbytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def train_ours(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[str, Any]:
@@ -97,7 +93,7 @@ def train_ours(options: argparse.Namespace, shape: PeerShape, folder: Path) -> d
         "step_s": seconds,
         "loss": losses,
         "step_io_read_write": moved,
-        "train_peak_rss": peak_rss_nbytes(),
+        "train_peak_rss": peak_rss_bytes(),
     }
 
 
@@ -155,6 +151,8 @@ def cases(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[s
         low = partial(deepspeed, "--reduce-bucket", "2e7", LD_PRELOAD=str(options.jemalloc), **_LOW_MEMORY)
         found["deepspeed, least memory"] = low
     chosen = options.only.split(",") if options.only else list(found)
+    if unknown := [name for name in chosen if name not in found]:
+        raise SystemExit(f"--only: there is no {unknown[0]!r}; allowed: {', '.join(found)}")
     return {name: found[name] for name in chosen}
 
 
@@ -243,8 +241,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--python", type=Path, help="the interpreter of DeepSpeed's virtual environment")
     parser.add_argument("--directory", type=made_folder, help="where swap files go; default: a temporary folder")
     parser.add_argument("--size", choices=SIZES, default="110m")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--steps", type=at_least(2), default=5)
     parser.add_argument("--compute", choices=["auto", "fp32", "native"], default="auto")
     parser.add_argument("--host-budget", default="256MiB", help="of infinity")
     parser.add_argument("--device-budget", default="192MiB", help="of infinity")

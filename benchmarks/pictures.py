@@ -20,6 +20,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from infinity.bench.arguments import at_least
 from infinity.report.palette import colour_of
 from infinity.report.record import RunRecord
 from infinity.sizes import format_nbytes
@@ -60,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("docs/pictures"))
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=at_least(2), default=30)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import at_least, made_folder, result_file
 from infinity.bench.machine import describe_machine
 from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
@@ -148,9 +148,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=made_folder)
     parser.add_argument("--json", type=result_file)
-    parser.add_argument("--steps", type=int, default=8, help="of a run on the drive as it is")
-    parser.add_argument("--rounds", type=int, default=5, help="of runs on the drive as it is")
-    parser.add_argument("--throttled-rounds", type=int, default=3, help="of runs on throttled drives, which vary less")
+    parser.add_argument("--steps", type=at_least(4), default=8, help="of a run on the drive as it is")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="of runs on the drive as it is")
+    throttled = "of runs on throttled drives, which vary less"
+    parser.add_argument("--throttled-rounds", type=at_least(1), default=3, help=throttled)
     parser.add_argument("--drives", default="real,throttled", help="which of them; both by default")
     options = parser.parse_args()
     every = {"real": options.rounds, "throttled": options.throttled_rounds}

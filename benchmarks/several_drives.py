@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import duration_s, made_folder, result_file
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
 from storage.backends.throttled import Throttle, ThrottledBackend
@@ -36,9 +36,9 @@ from storage.store import ShardStore, StorageOptions
 from storage.types import Op, Ticket, TrafficTag
 
 if __package__:
-    from benchmarks.storage_throughput import describe_machine
+    from benchmarks.storage_throughput import describe_place
 else:
-    from storage_throughput import describe_machine
+    from storage_throughput import describe_place
 
 _TAG = TrafficTag("bench", 0)
 _MB = 1_000_000
@@ -184,10 +184,10 @@ def measure_stall(folder: Path, pool: HostPool) -> dict[str, object]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("directory", type=made_folder)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--seconds", type=duration_s, default=3.0, help="of each measurement")
     parser.add_argument("--json", type=result_file)
     chosen = parser.parse_args(arguments)
-    machine = describe_machine(chosen.directory)
+    machine = describe_place(chosen.directory)
     pool = HostPool(2 * _IN_FLIGHT * _KEY_NBYTES)
     figures = []
     for case in ("given", "equal", "wrong"):

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import at_least, duration_s, made_folder, result_file
 from infinity.bench.engines import BenchEngine
 from infinity.bench.machine import describe_machine
 from infinity.bench.profiles import RND4K, Order, Workload, block_load
@@ -116,8 +116,8 @@ def _figure(side: str, workload: Workload, runs: list[Run]) -> dict[str, object]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=made_folder)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--rounds", type=at_least(1), default=7)
+    parser.add_argument("--seconds", type=duration_s, default=1.0)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--json", type=result_file)
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)  # one run of `direct`, for `--before`

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import at_least, made_folder, numel, result_file
 from infinity.bench.machine import describe_machine
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.models.gpt import Gpt, GptShape, init_weights
@@ -46,7 +46,7 @@ class Training:
     """A run that tells the seconds of its steps."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.shape = shape_for(options.numel, options.hidden, options.seq)
+        self.shape = shape_for(options.parameters, options.hidden, options.seq)
         with infinity.empty_init():
             model = Gpt(self.shape, recompute=True)
         config = infinity.Config(
@@ -138,10 +138,10 @@ def measure(options: argparse.Namespace, folder: Path, target: Path) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", default="400M")
+    parser.add_argument("--parameters", type=numel, default="400M")
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--seq", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=3, help="before the checkpoint")
+    parser.add_argument("--steps", type=at_least(1), default=3, help="before the checkpoint")
     parser.add_argument("--schedule", default="overlapped")
     parser.add_argument("--device-budget", default="512MiB")
     parser.add_argument("--host-budget", default="1GiB")
@@ -149,14 +149,12 @@ def main() -> None:
     parser.add_argument("--save-to", type=made_folder, help="where checkpoints go; default: beside the swap files")
     parser.add_argument("--json", type=result_file)
     options = parser.parse_args()
-    units = {"K": 1e3, "M": 1e6, "B": 1e9}
-    options.numel = float(options.parameters[:-1]) * units[options.parameters[-1]]
     with (
         tempfile.TemporaryDirectory(dir=options.directory) as folder,
         tempfile.TemporaryDirectory(dir=options.save_to or options.directory) as target,
     ):
         found = {"file_system": find_file_system(Path(target)).name} | measure(options, Path(folder), Path(target))
-    hidden = ("json", "directory", "save_to", "numel")
+    hidden = ("json", "directory", "save_to")
     settings = {name: str(value) for name, value in vars(options).items() if name not in hidden}
     report = {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
     print(json.dumps(report, indent=2))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.bench.arguments import result_file
+from infinity.bench.arguments import at_least, result_file
 from infinity.bench.machine import describe_machine
 from infinity.data.batches import Batches
 from infinity.data.text import shipped_text
@@ -65,7 +65,7 @@ def compare(steps: int = 300, lr: float = 1e-3) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=at_least(_WINDOW), default=300)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--json", type=result_file)
     options = parser.parse_args()

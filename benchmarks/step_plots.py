@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from infinity.bench.arguments import result_file
 from infinity.bench.svg import Bar, Line, bars, lines
 
 Figures = Mapping[str, Mapping[str, Any]]  # of one case: by name, median, min and max over the rounds
@@ -70,8 +71,11 @@ def _growth(found: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    result, target = map(Path, sys.argv[1:])
-    target.write_text(page(json.loads(result.read_text())), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("page", type=result_file)
+    given = parser.parse_args()
+    given.page.write_text(page(json.loads(given.result.read_text())), encoding="utf-8")
 
 
 if __name__ == "__main__":

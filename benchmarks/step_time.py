@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 import infinity
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import at_least, made_folder, numel, result_file, several
 from infinity.bench.machine import describe_machine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.replacing import replaced_file
@@ -98,8 +98,7 @@ def plain(options: argparse.Namespace, folder: Path, note: Note) -> Found:
             "losses_equal": float(report["baseline"]["losses_equal"]),
         }
 
-    batches = [int(batch) for batch in options.batch.split(",")]
-    return in_turns(options.rounds, {f"batch {batch}": partial(case, batch) for batch in batches}, note)
+    return in_turns(options.rounds, {f"batch {batch}": partial(case, batch) for batch in options.batch}, note)
 
 
 def layers_for(parameters: float, hidden: int) -> int:
@@ -109,9 +108,6 @@ def layers_for(parameters: float, hidden: int) -> int:
 
 def growth(options: argparse.Namespace, folder: Path, note: Note) -> Found:
     """Seconds and host memory at fixed budgets, against parameters."""
-    units = {"M": 1e6, "B": 1e9}
-    sizes = [float(text[:-1]) * units[text[-1]] for text in options.parameters.split(",")]
-
     def case(layers: int) -> dict[str, float]:
         shape = ("--layers", layers, "--hidden", options.hidden, "--seq", 128, "--batch", 1, "--recompute")
         budgets = ("--device-budget", options.device_budget, "--host-budget", options.host_budget)
@@ -123,7 +119,8 @@ def growth(options: argparse.Namespace, folder: Path, note: Note) -> Found:
             "host_peak_bytes": report["peaks"]["host"],
         }
 
-    cases = {f"{size / 1e6:.0f} M": partial(case, layers_for(size, options.hidden)) for size in sizes}
+    sizes = {f"{size / 1e6:.0f} M": layers_for(size, options.hidden) for size in options.parameters}
+    cases = {name: partial(case, layers) for name, layers in sizes.items()}
     return with_line(in_turns(options.rounds, cases, lambda found: note(with_line(found))))
 
 
@@ -192,14 +189,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=list(_MEASURED))
     parser.add_argument("--directory", type=made_folder, help="where swap files go; default: a temporary folder")
-    parser.add_argument("--rounds", type=int, help="default: 3, growth 2")
-    parser.add_argument("--steps", type=int, default=6, help="of one run; the first two do not count")
+    parser.add_argument("--rounds", type=at_least(1), help="default: 3, growth 2")
+    parser.add_argument("--steps", type=at_least(1), default=6, help="of one run; the first two do not count")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--batch", default="4,16", help="plain: batch sizes")
+    parser.add_argument("--batch", type=several(at_least(1)), default="4,16", help="plain: batch sizes")
     parser.add_argument("--recompute", action="store_true", help="plain: recompute activations, in both")
-    parser.add_argument("--parameters", default="50M,100M,200M,400M,1B", help="growth: sizes")
+    parser.add_argument("--parameters", type=several(numel), default="50M,100M,200M,400M,1B", help="growth: sizes")
     parser.add_argument("--device-budget", default="128MiB", help="growth, drives")
     parser.add_argument("--host-budget", default="192MiB", help="growth, drives")
     parser.add_argument("--read-mb", type=float, default=200, help="drives: MB/s of one drive")

@@ -15,10 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
+import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,13 +25,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from infinity.bench.arguments import made_folder, result_file
+from infinity.bench.arguments import at_least, duration_s, made_folder, result_file
+from infinity.bench.machine import describe_machine
 from storage.align import split_blocks
 from storage.checksums import BLOCK_NBYTES, Checksum
 from storage.drives import DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS
+from storage.filesystems import find_file_system
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
 from storage.types import Op, Priority, Ticket, TrafficTag
@@ -88,8 +90,12 @@ class StoreSide:
         self._memory = memory
         self._count = file_nbytes // _SHARD_NBYTES
         self._store = ShardStore.open([directory], file_nbytes, options=options)
-        for number in range(self._count):
-            self._store.create(str(number), _SHARD_NBYTES)
+        try:
+            for number in range(self._count):
+                self._store.create(str(number), _SHARD_NBYTES)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, op_of: Callable[[int], Op]) -> None:
         tickets: list[Ticket] = []
@@ -126,8 +132,12 @@ class PlainSide:
         self._block_nbytes = setting.block_nbytes
         self._path = directory / f"plain-{os.getpid()}"
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._fd, 0, file_nbytes)
         self._threads = ThreadPoolExecutor(setting.threads)
+        try:
+            os.posix_fallocate(self._fd, 0, file_nbytes)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, op_of: Callable[[int], Op]) -> None:
         blocks = split_blocks(0, self._file_nbytes, self._block_nbytes)
@@ -212,28 +222,10 @@ def measure_checksum(memory: list[memoryview], rounds: int) -> float:
     return statistics.median(rates)
 
 
-def describe_machine(directory: Path) -> dict[str, object]:
-    """What the figures depend on."""
-    usage = os.statvfs(directory)
-    mounted = subprocess.run(
-        ["df", "--output=fstype", str(directory)], capture_output=True, text=True, timeout=10, check=False
-    )
-    return {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "filesystem": mounted.stdout.split()[-1] if mounted.returncode == 0 else "unknown",
-        "free_nbytes": usage.f_bavail * usage.f_frsize,
-        "load": os.getloadavg()[0],
-        "python": sys.version.split()[0],
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
-    return found.group(1) if found else platform.processor()
+def describe_place(directory: Path) -> dict[str, Any]:
+    """What the figures depend on: the machine, and the file system of a directory."""
+    place = {"file_system": find_file_system(directory).name, "free_bytes": shutil.disk_usage(directory).free}
+    return describe_machine() | place
 
 
 def _size(text: str) -> int:
@@ -248,13 +240,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("directory", type=made_folder)
     parser.add_argument("--file", type=_size, default=1 << 30, help="bytes of each side's file, in shards of 32 MiB")
     parser.add_argument("--block", type=_size, default=DEFAULT_BLOCK_NBYTES)
-    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS)
+    parser.add_argument("--threads", type=at_least(1), default=DEFAULT_THREADS)
     parser.add_argument("--sweep", action="store_true", help="several block sizes and depths")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=45.0, help="no round starts later than this")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--seconds", type=duration_s, default=45.0, help="no round starts later than this")
     parser.add_argument("--json", type=result_file)
     chosen = parser.parse_args(arguments)
-    if chosen.file <= 0 or chosen.file % _SHARD_NBYTES or _SHARD_NBYTES % chosen.block:
+    if not (chosen.file and chosen.block) or chosen.file % _SHARD_NBYTES or _SHARD_NBYTES % chosen.block:
         parser.error("--file must be a multiple of 32M, and --block a divisor of it")
     return chosen
 
@@ -262,7 +254,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     chosen = parse(arguments)
     settings = [Setting(*pair) for pair in _SWEEP] if chosen.sweep else [Setting(chosen.block, chosen.threads)]
-    machine = describe_machine(chosen.directory)
+    machine = describe_place(chosen.directory)
     pool = HostPool(8 * _SHARD_NBYTES)
     memory = [pool.lease(_SHARD_NBYTES, "bench").memory for _ in range(8)]
     for number, block in enumerate(memory):

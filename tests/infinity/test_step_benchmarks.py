@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from benchmarks.peer_deepspeed import cases as sides_of
 from benchmarks.peer_deepspeed import parse as parse_peer
 from benchmarks.step_plots import page
 from benchmarks.step_time import in_turns, measure, parse, with_line
+from benchmarks.storage_throughput import PlainSide, Setting
+from infinity.bench.arguments import duration_s
 
 
 def test_cases_take_turns_and_are_noted_one_by_one() -> None:
@@ -129,6 +132,37 @@ def test_folders_are_made_before_anything_is_measured(tmp_path: Path, capsys: py
         with pytest.raises(SystemExit):
             parse(["plain", *map(str, given)])
         assert f"{given[1]}: {'cannot be made: ' if 'another' in why else ''}{why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("plain", "--rounds", "0"), "allowed: whole numbers from 1 on"),
+        (("plain", "--batch", "4,x"), "allowed: whole numbers from 1 on"),
+        (("growth", "--parameters", "50M,100"), "allowed: a number with K, M or B, such as 400M"),
+        (("growth", "--parameters", "0M"), "allowed: a number with K, M or B, such as 400M"),
+    ],
+)
+def test_what_no_figure_comes_of_is_refused(
+    capsys: pytest.CaptureFixture[str], given: tuple[str, ...], why: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(given)
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
+def test_a_duration_is_a_number_of_seconds(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="seconds above 0"):
+        duration_s(text)
+    assert duration_s("0.5") == 0.5
+
+
+def test_a_file_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(OSError):
+        PlainSide(tmp_path, 1 << 60, Setting(1 << 20, 2), [])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_every_benchmark_makes_its_folders() -> None:
