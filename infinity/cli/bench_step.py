@@ -33,6 +33,7 @@ from infinity.engine import Engine
 from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.metrics import metrics_of
+from infinity.observe.names import stalls_between
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW
 from infinity.optim.hyper import AdamWHyper, Piece
@@ -164,10 +165,9 @@ class _Steps:
         self.link_nbytes = h2d, d2h
         found = activities(runtime.trace.events(), started_s, ended_s)
         result.activities.append({name: Activity(one.busy_s / 2, one.waiting_s / 2) for name, one in found.items()})
-        for name, value in after.items():
-            if name.startswith("stall/") and name.endswith("_s") and name != "stall/total_s":
-                cause = name.removeprefix("stall/").removesuffix("_s")
-                result.stalls_s.setdefault(cause, []).append((value - before[name]) / 2)
+        for cause, seconds in stalls_between(before, after).items():
+            if cause != "total":
+                result.stalls_s.setdefault(cause, []).append(seconds / 2)
 
 
 class _Plain:

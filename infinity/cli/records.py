@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from infinity.observe.names import stalls_between
+
 Counters = dict[str, float]
 
 
@@ -26,11 +28,8 @@ class StepRecord:
 
     def stalls(self) -> dict[str, float]:
         """Seconds that this step waited, by cause."""
-        return {
-            name.removeprefix("stall/").removesuffix("_s"): self.moved(name)
-            for name in self.counters
-            if name.startswith("stall/") and name.endswith("_s") and name != "stall/total_s"
-        }
+        found = stalls_between(self.before, self.counters)
+        return {cause: seconds for cause, seconds in found.items() if cause != "total"}
 
     @property
     def tokens_per_second(self) -> float:

@@ -12,8 +12,9 @@ from infinity.cli.memory import activation_nbytes, peak_rss_bytes
 from infinity.cli.records import Counters, StepRecord, seconds_of_a_step
 from infinity.cli.settings import RunSettings
 from infinity.engine import Engine
-from infinity.observe.counters import by_prefix, drive_facts
+from infinity.observe.counters import drive_facts
 from infinity.observe.metrics import Traffic
+from infinity.observe.names import by_prefix, stalls_between
 from infinity.plan.observed import Prediction
 from infinity.plan.summary import Plan
 from infinity.plan.traffic import StepTraffic
@@ -117,7 +118,7 @@ def make_report(
         "peaks": peaks | {"nvme": plan.placement.nvme_nbytes},
         "traffic": asdict(measured.traffic),
         "expected_traffic": _expected(settings, plan, len(records), is_resumed=first_step > 0),
-        "stalls": by_prefix(counters, "stall/", "_s"),
+        "stalls": stalls_between(begun["counters_at_start"], counters),
         "readahead": _readahead(records, counters),
         "io_engine": measured.io_engine,
         "drives": [drive_facts(drive) for drive in measured.drives],

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from infinity.cli.records import seconds_of_a_step
 from infinity.plan.summary import Plan
 from infinity.plan.traffic import KindTraffic, StepTraffic
 from infinity.rank_budgets import told_smallest
@@ -92,9 +93,10 @@ def summary(report: dict[str, Any]) -> RenderableType:
 
 def _summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     losses, memory = report["losses"], report["memory"]
+    step_s = seconds_of_a_step(report["step_seconds"])
     rows = [
         ("loss", f"{losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps"),
-        ("speed", f"{_mean_step(report):.3f} s per step, {report['tokens_per_second']:,.0f} tokens/s"),
+        ("speed", f"{step_s:.3f} s per step, {report['tokens_per_second']:,.0f} tokens/s"),
         ("peak memory", f"{format_nbytes(memory['peak_rss_bytes'])} of at most {format_nbytes(memory['bound_bytes'])}"),
     ]
     terms = ("interpreter", "activation", "device_budget", "host_budget")
@@ -130,11 +132,6 @@ def _prediction(prediction: dict[str, Any]) -> str:
     )
 
 
-def _mean_step(report: dict[str, Any]) -> float:
-    seconds = report["step_seconds"][1:] or report["step_seconds"]
-    return float(sum(seconds) / len(seconds))
-
-
 def _traffic_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     traffic, expected = report["traffic"], report["expected_traffic"]
     counted = traffic["per_step"][-1]
@@ -160,7 +157,8 @@ def _side_by_side(report: dict[str, Any]) -> Group:
     table.add_column("plain PyTorch", justify="right")
     table.add_row("first loss", f"{report['losses'][0]:.6f}", f"{plain['losses'][0]:.6f}")
     table.add_row("last loss", f"{report['losses'][-1]:.6f}", f"{plain['losses'][-1]:.6f}")
-    table.add_row("seconds per step", f"{_mean_step(report):.3f}", f"{_mean_step(plain):.3f}")
+    ours_s, theirs_s = seconds_of_a_step(report["step_seconds"]), seconds_of_a_step(plain["step_seconds"])
+    table.add_row("seconds per step", f"{ours_s:.3f}", f"{theirs_s:.3f}")
     table.add_row(
         "peak memory", format_nbytes(report["memory"]["peak_rss_bytes"]), format_nbytes(plain["peak_rss_bytes"])
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from infinity.observe.stalls import StallClock
@@ -55,15 +54,6 @@ def stall_counters(stalls: StallClock) -> dict[str, float]:
         flat[f"stall/{cause.value}_s"] = seconds
         flat[f"stall/{cause.value}_count"] = stalls.counts[cause]
     return flat | {"stall/total_s": stalls.total_s}
-
-
-def by_prefix(counters: Mapping[str, float], prefix: str, suffix: str) -> dict[str, float]:
-    """The counters whose names begin and end so, by what is between."""
-    return {
-        name.removeprefix(prefix).removesuffix(suffix): value
-        for name, value in counters.items()
-        if name.startswith(prefix) and name.endswith(suffix)
-    }
 
 
 def drive_facts(drive: DriveReport) -> dict[str, Any]:

@@ -307,5 +307,5 @@ def _replaced(path: Path, write: Callable[[IO[str]], object]) -> IO[str]:
 def _told(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from infinity.observe.names import by_prefix
 from infinity.report.document import graph_objects
 from infinity.report.palette import SERIES, colour_of, colour_of_cause, name_of
 from infinity.report.record import RunRecord
 
 _MIB = 1 << 20
 _MOST_SPANS = 6000  # more make the page slow to zoom; the newest steps are shown
-_STALL_PREFIX, _STALL_SUFFIX = "stall/", "_s"
 _PLACE_CHARACTERS = 16
 _ROW_PX, _HELD_PX, _REST_PX = 26, 150, 150
 _NOT_SHOWN = ("use forward", "use backward")  # moments, not spans
@@ -27,9 +27,9 @@ def losses(record: RunRecord) -> Any | None:
     figure = _figure("loss", "step")
     figure.update_yaxes(rangemode="normal")
     figure.add_scatter(x=_steps(record), y=values, name="loss", mode=_mode(values))
-    baseline = record.run.get("baseline")
-    if baseline:
-        figure.add_scatter(x=_steps(record), y=baseline["losses"], name="plain PyTorch", line_dash="dot")
+    baseline = record.run.get("baseline") or {}
+    if plain := baseline.get("losses"):
+        figure.add_scatter(x=_steps(record), y=plain, name="plain PyTorch", line_dash="dot")
     return figure
 
 
@@ -54,16 +54,11 @@ def step_times(record: RunRecord) -> Any | None:
 
 def stalls_by_step(record: RunRecord) -> dict[str, list[float]]:
     """Seconds of each step by cause, from its rows; causes that never occurred are left out."""
-    causes = [
-        key
-        for key in (record.steps[0]["counters"] if record.steps else {})
-        if key.startswith(_STALL_PREFIX) and key.endswith(_STALL_SUFFIX) and key != "stall/total_s"
-    ]
     found = {}
-    for key in causes:
-        values = _growth(record, key)
-        if len(values) == len(record.run["step_seconds"]) and any(values):
-            found[key.removeprefix(_STALL_PREFIX).removesuffix(_STALL_SUFFIX)] = values
+    for cause in by_prefix(record.steps[0]["counters"] if record.steps else {}, "stall/", "_s"):
+        values = _growth(record, f"stall/{cause}_s")
+        if cause != "total" and len(values) == len(record.run["step_seconds"]) and any(values):
+            found[cause] = values
     return found
 
 
@@ -115,10 +110,10 @@ def _drives(record: RunRecord) -> list[dict[str, Any]]:
 
 def timeline(record: RunRecord) -> Any | None:
     """The newest spans of the trace, a row per track, and what the tiers held meanwhile; zoom to look closer."""
-    if not record.spans:
+    newest = sorted((s for s in record.spans if s["cat"] not in _NOT_SHOWN), key=lambda span: span["ts"])[-_MOST_SPANS:]
+    if not newest:
         return None
     figure = graph_objects().Figure()
-    newest = sorted((s for s in record.spans if s["cat"] not in _NOT_SHOWN), key=lambda span: span["ts"])[-_MOST_SPANS:]
     origin = newest[0]["ts"]
     tracks = sorted({span["track"] for span in newest}, key=_track_place)
     for category in _outermost_first(newest):

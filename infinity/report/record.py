@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.observe.names import stalls_between
 from infinity.report.schema import is_row, wrong_in_run, wrong_in_trace
 from infinity.report.states import RunState
 
@@ -20,7 +21,6 @@ _NEEDED = ("config", "model", "budgets")
 _MEASURED = ("losses", "step_seconds", "stalls", "traffic")
 _EXPECTED = "give the folder that `infinity train --record` or a RunRecorder was given, or the file of `train --json`"
 _WITHOUT = "remove it to see the rest of the run"
-_STALL_PREFIX, _STALL_SUFFIX = "stall/", "_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,10 @@ class RunRecord:
 
 def _measured_by(steps: Sequence[dict[str, Any]], at_start: dict[str, float]) -> dict[str, Any]:
     """What the rows of a run that is not finished tell of it."""
-    last = steps[-1]["counters"] if steps else {}
-    stalls = {
-        name.removeprefix(_STALL_PREFIX).removesuffix(_STALL_SUFFIX): value - at_start.get(name, 0.0)
-        for name, value in last.items()
-        if name.startswith(_STALL_PREFIX) and name.endswith(_STALL_SUFFIX)
-    }
     return {
         "losses": [row["loss"] for row in steps],
         "step_seconds": [row["step_seconds"] for row in steps],
-        "stalls": stalls,
+        "stalls": stalls_between(at_start, steps[-1]["counters"] if steps else {}),
         "traffic": {},
     }
 
@@ -116,8 +110,12 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """One object per line, up to one that is no row: the last line of a run that was killed may be cut off."""
     if not path.exists():
         return []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}; {_WITHOUT}") from error
     rows: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

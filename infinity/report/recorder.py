@@ -28,8 +28,9 @@ from infinity.config import WearAction
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityError
 from infinity.json_text import json_text
-from infinity.observe.counters import by_prefix, drive_facts
+from infinity.observe.counters import drive_facts
 from infinity.observe.exporters import JsonLines, number_of
+from infinity.observe.names import stalls_between
 from infinity.observe.tolerant import TolerantSink
 from infinity.optim.base import OffloadedOptimizer
 from infinity.plan.wear_guard import WearGuard
@@ -72,6 +73,7 @@ class RunRecorder(Closing):
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._counters: Mapping[str, float] = source.counters()
+        self._at_start = self._counters
         self._landed: Mapping[str, float] | None = None  # the same at the end, with all writes over
         self._rows: TolerantSink | None = None
         self._error: BaseException | None = None
@@ -141,7 +143,7 @@ class RunRecorder(Closing):
         measured: dict[str, Any] = {
             "losses": self._losses,
             "step_seconds": self._seconds,
-            "stalls": by_prefix(self._counters, "stall/", "_s"),
+            "stalls": stalls_between(self._at_start, self._counters),
             "wear": [one.to_json() for one in wear],
         }
         measured |= {"state": RunState.FINISHED.value} if self._error is None else how_it_ended(self._error)
@@ -155,14 +157,19 @@ class RunRecorder(Closing):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / TRACE_FILE).unlink(missing_ok=True)  # of an earlier run
-            self._write({"state": RunState.RUNNING.value, "counters_at_start": self._counters})
+            self._write({"state": RunState.RUNNING.value})
         except OSError as error:
             raise ConfigError(f"{self._folder}: cannot be written: {error.strerror or error}") from error
         rows = JsonLines(self._folder / METRICS_FILE, first_step=self._first_step)
         return TolerantSink(rows, f"the record of the run in {self._folder}")
 
     def _write(self, more: Mapping[str, Any]) -> None:
-        run = self._described() | {"environment": describe_machine(), "first_step": self._first_step, **more}
+        begun = {
+            "environment": describe_machine(),
+            "first_step": self._first_step,
+            "counters_at_start": self._at_start,
+        }
+        run = self._described() | begun | dict(more)
         with replaced_file(self._folder / RUN_FILE) as file:
             file.write(json_text(run, indent=1))
 

@@ -48,7 +48,7 @@ class _Run(_Part):
     model: _Model | None
     budgets: dict[str, _Finite]
     first_step: int = 0
-    counters_at_start: dict[str, Number] = {}
+    counters_at_start: dict[str, _Finite] = {}
     error: dict[str, Any] | None = None
     losses: list[Number] = []
     step_seconds: list[_Seconds] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -33,7 +34,7 @@ def overview(record: RunRecord) -> str:
         ("state", format_nbytes(int(model["state_bytes"])) if model else "not known yet"),
         ("steps", f"{len(steps):,}"),
         ("last loss", f"{losses[-1]:.4f}" if losses else "none"),
-        ("median step", f"{sorted(steps)[len(steps) // 2]:.3f} s" if steps else "none"),
+        ("median step", f"{statistics.median(steps):.3f} s" if steps else "none"),
         ("waited, of the time", f"{_waited_share(run):.0%}" if steps else "none"),
         *(
             (f"{tier} budget", format_nbytes(int(run["budgets"][tier])))

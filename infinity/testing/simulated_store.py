@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.shard_io import SimulatedIo
+from storage.align import PAGE_NBYTES
 from storage.ordering import KeyOrder, Operation
 from storage.types import Op, Priority, TrafficTag
-
-_PAGE_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ class SimulatedStore(SimulatedIo):
 
     def _check_span(self, op: Op, key: str, start: int, stop: int) -> None:
         there = len(self._bytes[key])
-        if start % _PAGE_NBYTES or stop % _PAGE_NBYTES or stop > there:
+        if start % PAGE_NBYTES or stop % PAGE_NBYTES or stop > there:
             raise ValueError(f"{op.value} of {key}: bytes {start} to {stop} of {there}")
 
     def _begin(self, operation: Operation) -> None:

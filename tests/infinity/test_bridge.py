@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from infinity.observe.stalls import StallCause
 from infinity.optim.base import OffloadedOptimizer
 from infinity.optim.splitmaster import join_master
 from infinity.report.record import RunRecord
@@ -343,7 +344,8 @@ def test_a_loop_is_recorded_for_the_report(tmp_path: Path) -> None:
     assert kinds["optimizer"] == STEPS * chunks == counted["optimizer/chunks"]
     assert 0 < kinds["read"] <= counted["nvme/read_operations"]  # those for a step that never comes may be under way
     assert kinds["write"] == counted["nvme/write_operations"] > 0
-    assert record.steps[-1]["counters"]["stall/total_s"] == record.run["stalls"]["total"]
+    waited = record.steps[-1]["counters"]["stall/total_s"] - record.run["counters_at_start"]["stall/total_s"]
+    assert record.run["stalls"]["total"] == waited
 
 
 def test_a_loop_over_an_engine_is_recorded_too(tmp_path: Path) -> None:
@@ -356,3 +358,21 @@ def test_a_loop_over_an_engine_is_recorded_too(tmp_path: Path) -> None:
     assert record.run["model"]["parameters"] == sum(p.numel() for p in build(Net).parameters())
     assert set(record.run["budgets"]) == {"device", "host", "nvme"}
     assert {span["cat"] for span in record.spans} >= {"forward", "backward", "step"}
+
+
+def test_a_record_tells_of_the_waits_since_it_began(tmp_path: Path) -> None:
+    """Steps of before are not in it, and neither are their waits: they would be more than all of its time."""
+    model = build(Net)
+    with infinity.offload(model, small_config(tmp_path)) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        with engine._runtime.stalls.charged(StallCause.NVME_READ):
+            train(model, optimizer, range(2))
+        before = engine.counters()
+        with RunRecorder(optimizer, tmp_path / "run", first_step=2) as recorder:
+            recorder.step(loss=train(model, optimizer, range(2, 3))[0])
+    record = RunRecord.load(tmp_path / "run")
+    assert record.run["counters_at_start"] == before
+    assert before["stall/nvme_read_s"] > 0
+    last = record.steps[-1]["counters"]
+    for cause in ("nvme_read", "total"):
+        assert record.run["stalls"][cause] == last[f"stall/{cause}_s"] - before[f"stall/{cause}_s"]

@@ -428,3 +428,12 @@ class _Run:
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def test_a_csv_file_that_is_none_is_refused_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text('step,loss\n1,"' + "x" * 200_000)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"run\.csv: cannot be written: field larger than"):
+        Csv(path, first_step=2)
+    assert path.read_bytes() == before

@@ -146,6 +146,28 @@ def test_the_page_needs_no_network_and_escapes_what_it_shows() -> None:
     assert set(data) == {f"figure-{name}" for name in ("losses", "steps", "timeline", "tiers", "drives")}
 
 
+def test_the_median_of_an_even_number_of_steps_is_their_middle() -> None:
+    record = record_of(4)
+    record.run["step_seconds"] = [0.1, 0.4, 0.2, 0.9]
+    assert "<dt>median step</dt><dd>0.300 s</dd>" in page(record)
+
+
+def test_a_trace_of_nothing_but_the_order_of_use_has_no_timeline() -> None:
+    record = record_of(1)
+    for span in record.spans:
+        span["cat"] = "use forward"
+    assert timeline(record) is None
+    assert "No trace was recorded" in page(record)
+
+
+def test_a_comparison_without_losses_draws_none() -> None:
+    record = record_of(2)
+    record.run["baseline"] = {"parameters_equal": True}
+    figure = losses(record)
+    assert figure is not None
+    assert [line.name for line in figure.data] == ["loss"]
+
+
 def test_an_empty_run_says_so() -> None:
     html = page(RunRecord("empty", run_of(0)))
     assert "before its first step" in html
@@ -320,6 +342,7 @@ def test_rows_are_read_to_the_first_that_is_none(tmp_path: Path, row: str) -> No
         ("state", "odd", "state: "),
         ("traffic", {"per_step": [None]}, "traffic.per_step.0: "),
         ("drives", [{}], "drives.0.directory: "),
+        ("counters_at_start", {"stall/link_s": None}, "counters_at_start.stall/link_s: "),
     ],
 )
 def test_a_damaged_run_is_refused_with_the_place(tmp_path: Path, key: str, value: object, where: str) -> None:
@@ -360,6 +383,25 @@ def test_something_else_is_refused(tmp_path: Path, content: str, message: str) -
         RunRecord.load(tmp_path / "run.json")
     code, _, error = call("report", tmp_path / "run.json")
     assert (code, message in error) == (2, True)
+
+
+def test_rows_that_cannot_be_read_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text(json.dumps(run_of(2)))
+    (tmp_path / METRICS_FILE).mkdir()
+    code, _, error = call("report", tmp_path)
+    assert code == 2
+    assert f"{tmp_path / METRICS_FILE}: cannot be read" in error and "remove it to see the rest" in error
+
+
+@pytest.mark.parametrize("name", [RUN_FILE, METRICS_FILE, TRACE_FILE])
+def test_the_page_does_not_take_the_place_of_the_record(tmp_path: Path, name: str) -> None:
+    unfinished(tmp_path, 2)
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    code, _, error = call("report", tmp_path, "--output", tmp_path / name)
+    assert code == 2
+    assert f"--output {tmp_path / name}: it is read, and would be lost" in error
+    assert call("report", tmp_path / RUN_FILE, "--output", tmp_path / RUN_FILE)[0] == 2
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_a_run_that_is_not_there_is_refused(tmp_path: Path) -> None:
