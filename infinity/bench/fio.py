@@ -310,11 +310,11 @@ def parse(text: str) -> FioRun:
     """The figures in fio's JSON output, whatever it printed before.
 
     Raises:
-        InfinityError: this is not what fio writes.
+        InfinityError: this is not what fio writes, or it moved nothing.
     """
     try:
         jobs: Sequence[dict[str, Any]] = json.loads(text[text.index("{") :])["jobs"]
-        return FioRun(
+        run = FioRun(
             read_bytes_per_s=sum(float(job["read"]["bw_bytes"]) for job in jobs),
             write_bytes_per_s=sum(float(job["write"]["bw_bytes"]) for job in jobs),
             cpu_s=sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs),
@@ -323,3 +323,6 @@ def parse(text: str) -> FioRun:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InfinityError(f"fio's JSON output could not be read ({error}): {text[:200]!r}") from error
+    if not run.moved_nbytes:
+        raise InfinityError("fio moved no bytes in the time that it had: give it more --seconds")
+    return run

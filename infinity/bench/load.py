@@ -22,6 +22,21 @@ _SEED = 20240229
 _PRIORITIES = {Op.READ: Priority.READ_AHEAD, Op.WRITE: Priority.WRITE}
 
 
+def check_fits(workload: Workload, file_nbytes: int) -> None:
+    """Refuse a file in which transfers in flight could overlap.
+
+    Raises:
+        ConfigError: it holds too few of them.
+    """
+    need_nbytes = 2 * workload.transfers * workload.transfer_nbytes
+    if file_nbytes < need_nbytes:
+        raise ConfigError(
+            f"a file of {format_nbytes(file_nbytes)} is too small for {workload.profile!r}, which has "
+            f"{workload.transfers} transfers of {format_nbytes(workload.transfer_nbytes)} in flight: "
+            f"--size must be at least {format_minimum_nbytes(need_nbytes)}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Which transfers, in order; begins again at the end. No two in flight overlap, however the mix falls."""
@@ -32,18 +47,13 @@ class Schedule:
 
     @classmethod
     def of(cls, workload: Workload, file_nbytes: int) -> Schedule:
-        """
+        """As many transfers as the file holds.
+
         Raises:
-            ConfigError: the file holds too few transfers.
+            ConfigError: those are too few.
         """
+        check_fits(workload, file_nbytes)
         count = file_nbytes // workload.transfer_nbytes
-        if count < 2 * workload.transfers:
-            need_nbytes = 2 * workload.transfers * workload.transfer_nbytes
-            raise ConfigError(
-                f"a file of {format_nbytes(file_nbytes)} is too small for {workload.profile!r}, which has "
-                f"{workload.transfers} transfers of {format_nbytes(workload.transfer_nbytes)} in flight: "
-                f"--size must be at least {format_minimum_nbytes(need_nbytes)}"
-            )
         random = np.random.default_rng(_SEED)
         places = random.permutation(count) if workload.order is Order.RANDOM else np.arange(count)
         # Shares are exact within every hundred transfers, in random order.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from infinity.optim.kernel_threads import usable_cores
+from infinity.versions import infinity_version
 
 _CPUINFO = Path("/proc/cpuinfo")
 _DEVICES = Path("/sys/dev/block")
@@ -27,16 +27,6 @@ def describe_machine() -> dict[str, Any]:
         "infinity": infinity_version(),
         "load": round(os.getloadavg()[0], 2),
     }
-
-
-def infinity_version() -> str:
-    """Version of the installed package, or of the checkout."""
-    try:
-        return version("infinity-offload")
-    except PackageNotFoundError:
-        from infinity import __version__
-
-        return __version__
 
 
 def describe_drive(directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import xxhash
 
 from infinity.bench.engines import BenchEngine
 from infinity.bench.load import Load
-from infinity.bench.profiles import OFFLOAD
+from infinity.bench.profiles import BUSY
 from infinity.bench.result import MemoryRate, MemoryReport
 from infinity.bench.statistics import spread
 from infinity.bench.target import Target
@@ -32,7 +32,6 @@ _LINK_NBYTES = 256 * MIB
 _HASH_NBYTES = 64 * MIB
 _KERNEL_NUMEL = 4 * 1024 * 1024
 _HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
-_DISK_LOAD = next(workload for workload in OFFLOAD.workloads if workload.read_percent == 50)
 
 Pass = Callable[[], int]  # does a piece of work, and returns how much: bytes or parameters
 
@@ -81,7 +80,7 @@ def _rate(work: Pass, seconds: float) -> float:
 def busy(target: Target) -> Iterator[Load]:
     """Keep a drive busy with half reads, half writes."""
     engine = BenchEngine.DIRECT if target.direct_problem is None else BenchEngine.BUFFERED
-    with ready(_DISK_LOAD, engine, [target]) as runner:
+    with ready(BUSY, engine, [target]) as runner:
         (load,) = runner.loads(seconds=float("inf"))
         load.start()
         try:

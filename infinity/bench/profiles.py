@@ -107,6 +107,8 @@ OFFLOAD = Profile(
     "what training does: 16 MiB transfers in 1 MiB blocks, reads and writes 100/0, 75/25, 50/50, 25/75",
     tuple(_offload(p) for p in (100, 75, 50, 25)),
 )
+BUSY = next(workload for workload in OFFLOAD.workloads if workload.read_percent == 50)
+"""What a drive does while memory is measured beside it."""
 # Short: it only has to rank the settings for the configuration block.
 SWEEP = Profile(
     "sweep",

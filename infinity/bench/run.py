@@ -10,7 +10,8 @@ from pathlib import Path
 from infinity.bench.engines import BenchEngine
 from infinity.bench.fio import FioSetup, compare, find_fio, fio_version
 from infinity.bench.machine import describe_drive, describe_machine
-from infinity.bench.profiles import Profile
+from infinity.bench.load import check_fits
+from infinity.bench.profiles import BUSY, Profile, Workload
 from infinity.bench.result import BenchResult, Drive
 from infinity.bench.sustained import Point, write_sustained
 from infinity.bench.target import Target, check_directory, open_target
@@ -66,14 +67,15 @@ def run_tier(options: TierOptions, progress: Progress) -> BenchResult:
     started_s = time.perf_counter()
     result = BenchResult(describe_machine())
     with ExitStack() as closing:
-        targets = []
-        for path in options.paths:
-            target = closing.enter_context(open_target(path, options.file_nbytes))
-            targets.append(target)
-            result.drives.append(_drive(target))
-            if options.profiles or options.comparison or options.measures_memory:
-                progress(f"writing the test file in {path}")
-                result.written_nbytes += fill(target)
+        targets = [closing.enter_context(open_target(path, options.file_nbytes)) for path in options.paths]
+        result.drives += map(_drive, targets)
+        workloads = _workloads(options)
+        for target in targets:
+            for workload in workloads:
+                check_fits(workload, target.nbytes)
+        for target in targets if workloads else ():
+            progress(f"writing the test file in {target.directory}")
+            result.written_nbytes += fill(target)
         _measure_profiles(options, targets, result, progress)
         _compare(options, targets, result, progress)
         _measure_memory(options, targets, result, progress)
@@ -81,6 +83,12 @@ def run_tier(options: TierOptions, progress: Progress) -> BenchResult:
     result.elapsed_s = time.perf_counter() - started_s
     result.written_nbytes += sum(run.moved_nbytes[Op.WRITE] for series in result.series for run in series.runs)
     return result
+
+
+def _workloads(options: TierOptions) -> list[Workload]:
+    """All that runs on the test files."""
+    profiles = [*options.profiles, *([options.comparison] if options.comparison is not None else [])]
+    return [w for profile in profiles for w in profile.workloads] + ([BUSY] if options.measures_memory else [])
 
 
 def _drive(target: Target) -> Drive:

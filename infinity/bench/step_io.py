@@ -32,7 +32,7 @@ class StepCost:
 
 
 class StepTraffic:
-    """A store in the directories of a run that moves as many bytes as a step of it. Close it.
+    """A store in the directories of a run that moves the bytes of a step of it, in whole transfers. Close it.
 
     Args:
         read_nbytes, write_nbytes: bytes of one step, on all drives together.
@@ -46,13 +46,13 @@ class StepTraffic:
         self._keys = [f"transfer{number}" for number in range(n_keys)]
         self._closing = ExitStack()
         try:
-            self._store = ShardStore.open(list(paths), n_keys * size, options=options)
-            self._closing.callback(self._store.close)
             pool = HostPool(_DEPTH * size)
             self._closing.callback(pool.close)
             self._leases = [pool.lease(size, "bench") for _ in range(_DEPTH)]
             for lease in self._leases:
                 self._closing.callback(lease.release)
+            self._store = ShardStore.open(list(paths), n_keys * size, options=options)
+            self._closing.callback(self._store.close)  # first: after an error transfers may be in flight in this memory
             for key in self._keys:
                 self._store.create(key, size)
             self._run([Op.WRITE] * n_keys)  # what is read has been written

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +17,7 @@ from infinity.cli.plan import plan
 from infinity.cli.report_page import report
 from infinity.cli.stopping import deferred
 from infinity.cli.train_options import TrainOptions
+from infinity.versions import infinity_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,7 @@ app.command(epilog=EPILOG)(report)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"infinity {version('infinity-offload')}")
-        except PackageNotFoundError:  # run from a checkout that is not installed
-            from infinity import __version__
-
-            typer.echo(f"infinity {__version__}")
+        typer.echo(f"infinity {infinity_version()}")
         raise typer.Exit
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import torch
 
-from infinity.bench.machine import describe_machine, infinity_version
+from infinity.bench.machine import describe_machine
 from infinity.bench.memory import measure_memory
 from infinity.bench.result import MemoryReport
 from infinity.config import Config, DeviceKind, Schedule
@@ -31,6 +31,7 @@ from infinity.plan.model import BACKWARD_FLOPS, ModelPlan, model_plan
 from infinity.plan.observed import Calibration, RunObserver, scenario_of_run
 from infinity.plan.simulate import simulate
 from infinity.sizes import MIB
+from infinity.versions import infinity_version
 from storage.calibration import calibrate
 from storage.calibration_cache import CalibrationCache
 

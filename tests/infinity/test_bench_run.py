@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import stat
 import sys
@@ -307,6 +308,13 @@ def test_fio_output_that_is_none() -> None:
     for text in ("", "{}", '{"jobs": [{}]}', "no json"):
         with pytest.raises(InfinityError, match="could not be read"):
             fio.parse(text)
+
+
+def test_fio_that_moves_nothing_is_told() -> None:
+    part = {"bw_bytes": 0, "io_bytes": 0}
+    job = {"read": part, "write": part, "usr_cpu": 1.0, "sys_cpu": 1.0, "job_runtime": 50}
+    with pytest.raises(InfinityError, match="moved no bytes in the time"):
+        fio.parse(json.dumps({"jobs": [job]}))
 
 
 def test_without_fio_the_message_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
