@@ -9,8 +9,8 @@ from pathlib import Path
 
 from infinity.bench.engines import BenchEngine
 from infinity.bench.fio import FioSetup, compare, find_fio, fio_version
-from infinity.bench.machine import describe_drive, describe_machine
 from infinity.bench.load import check_fits
+from infinity.bench.machine import describe_drive, describe_machine
 from infinity.bench.profiles import BUSY, Profile, Workload
 from infinity.bench.result import BenchResult, Drive
 from infinity.bench.sustained import Point, write_sustained

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from rich.markup import escape
+
 from infinity.bench.target import check_directory
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_json
@@ -29,9 +31,9 @@ def run(paths: Sequence[Path], report: Path | None) -> None:
     check_files(json=report)
     console, cache = make_console(), CalibrationCache()
     found: dict[str, Calibration] = {}
-    console.print(f"each drive is written to, at most {format_nbytes(MOST_WRITTEN_NBYTES)}", markup=False)
+    console.print(f"each drive is written to, at most {format_nbytes(MOST_WRITTEN_NBYTES)}")
     for path in paths:
-        with console.status(f"measuring {path}".replace("[", r"\[")):
+        with console.status(escape(f"measuring {path}")):
             found[str(path)] = calibrate(path)
         try:
             kept = cache.keep(found[str(path)])
@@ -40,5 +42,5 @@ def run(paths: Sequence[Path], report: Path | None) -> None:
                 f"{path}: {found[str(path)].reason}. But it cannot be kept in {cache.folder}: {error.strerror}. "
                 "Set XDG_CACHE_HOME to a folder you can write to, or set nvme.block_nbytes and nvme.threads"
             ) from error
-        console.print(f"{path}: {found[str(path)].reason}\n  kept in {kept}", markup=False, highlight=False)
+        console.print(f"{path}: {found[str(path)].reason}\n  kept in {kept}", soft_wrap=True)
     write_json(report, {path: asdict(one) for path, one in found.items()})

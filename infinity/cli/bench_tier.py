@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from rich.markup import escape
+
 from infinity.bench.engines import BenchEngine, parse_engines
 from infinity.bench.fio import FioSetup
 from infinity.bench.fio_json import to_files, to_json
@@ -16,8 +18,9 @@ from infinity.cli.bench_options import TierArguments
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, make_folder, write_json, write_text
 from infinity.cli.stopping import deferred
+from infinity.cli.values import check_finite, positive_nbytes
 from infinity.errors import ConfigError
-from infinity.sizes import format_nbytes, parse_nbytes
+from infinity.sizes import format_nbytes
 from infinity.swap_directories import default_directory
 
 _PAGE_NBYTES = 4096
@@ -41,7 +44,7 @@ def run(arguments: TierArguments) -> None:
                 f"--sustained will write {format_nbytes(options.sustained_nbytes)} "
                 f"({options.sustained_nbytes:,} bytes) to {path}, in a file of {format_nbytes(file_nbytes)}; "
                 "Ctrl-C stops it",
-                markup=False,
+                soft_wrap=True,
             )
     if options.measures_memory:
         with deferred():
@@ -49,7 +52,7 @@ def run(arguments: TierArguments) -> None:
     if arguments.fio_files is not None:
         make_folder("--fio-files", arguments.fio_files)
     with console.status("starting") as status:
-        result = run_tier(options, lambda text: status.update(text.replace("[", r"\[")))
+        result = run_tier(options, lambda text: status.update(escape(text)))
     console.print(show(result))
     write_json(arguments.json, to_json(result))
     if arguments.fio_files is not None:
@@ -65,6 +68,7 @@ def resolve(arguments: TierArguments) -> TierOptions:
     Raises:
         ConfigError: an option cannot be read.
     """
+    check_finite(seconds=arguments.seconds)
     is_special = arguments.compare_fio or arguments.sustained is not None
     block_nbytes = _block(arguments.block)
     engines = parse_engines(arguments.engines) if arguments.engines is not None else ()
@@ -88,16 +92,8 @@ def resolve(arguments: TierArguments) -> TierOptions:
     )
 
 
-def _nbytes(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        nbytes = parse_nbytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} {text!r}: {error}") from error
-    if nbytes <= 0:
-        raise ConfigError(f"{name} {text!r}: must be more than nothing")
-    return nbytes
+def _nbytes(option: str, text: str | None) -> int | None:
+    return None if text is None else positive_nbytes(option, text)
 
 
 def _fio_setup(arguments: TierArguments) -> FioSetup | None:
@@ -109,7 +105,7 @@ def _fio_setup(arguments: TierArguments) -> FioSetup | None:
 
 
 def _block(text: str) -> int:
-    nbytes = _nbytes("--block", text) or 0
+    nbytes = positive_nbytes("--block", text)
     if nbytes % _PAGE_NBYTES:
         raise ConfigError(f"--block {text!r}: allowed: multiples of {_PAGE_NBYTES} bytes")
     return nbytes

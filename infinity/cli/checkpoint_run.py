@@ -21,8 +21,9 @@ from infinity.checkpoint.series import candidates
 from infinity.checkpoint.verify import Verification, verify_checkpoint
 from infinity.cli.console import can_redraw, make_console
 from infinity.cli.files import check_files, write_json
+from infinity.cli.values import positive_nbytes
 from infinity.errors import CheckpointError, ConfigError
-from infinity.sizes import format_nbytes, parse_nbytes
+from infinity.sizes import format_nbytes
 from infinity.weights.export import DTYPES, ExportOptions, export_checkpoint
 from infinity.weights.importing import import_checkpoint
 
@@ -65,7 +66,7 @@ def run_verify(options: VerifyOptions) -> None:
     console.print(_verification_table(result))
     if not result.is_good:
         raise CheckpointError("\n".join(result.problems))
-    console.print(f"{folder} is complete, and every byte is what was written ({format_nbytes(total)})")
+    console.print(f"{folder} is complete, and every byte is what was written ({format_nbytes(total)})", soft_wrap=True)
 
 
 def run_export(options: ExportCommandOptions) -> None:
@@ -74,7 +75,7 @@ def run_export(options: ExportCommandOptions) -> None:
     folder = _newest(options.checkpoint)
     chosen = ExportOptions(
         dtype=None if options.dtype is None else _dtype(options.dtype),
-        shard_nbytes=_size("--shard-size", options.shard_size),
+        shard_nbytes=positive_nbytes("--shard-size", options.shard_size),
         config=options.config,
         adapter=options.adapter,
         merge=options.merge,
@@ -86,7 +87,8 @@ def run_export(options: ExportCommandOptions) -> None:
     console.print(
         f"{exported.kind} of {folder}: {written.tensors} tensors, {format_nbytes(written.nbytes)}, in "
         f"{len(written.files)} file{'s' * (len(written.files) > 1)} of {options.target}"
-        + (f", with {', '.join(exported.beside)}" if exported.beside else "")
+        + (f", with {', '.join(exported.beside)}" if exported.beside else ""),
+        soft_wrap=True,
     )
     content = {"files": list(written.files), "tensors": written.tensors, "bytes": written.nbytes}
     write_json(options.json, {"kind": exported.kind, **content, "beside": list(exported.beside)})
@@ -96,7 +98,7 @@ def run_reshard(options: ReshardOptions) -> None:
     """Write the checkpoint anew."""
     check_files(json=options.json)
     folder = _newest(options.checkpoint)
-    size = _size("--shard-size", options.shard_size)
+    size = positive_nbytes("--shard-size", options.shard_size)
     console = make_console()
     with _progress(console, "writing", None) as on_file:
         reshard_checkpoint(folder, options.target, file_nbytes=size, on_file=on_file)
@@ -107,7 +109,7 @@ def run_reshard(options: ReshardOptions) -> None:
 
 def run_import(options: ImportOptions) -> None:
     """Take over a checkpoint of another program."""
-    check_files(json=options.json)
+    check_files((options.source, options.optimizer, options.names), json=options.json)
     names = None if options.names is None else _lines(options.names)
     console = make_console()
     with _progress(console, "writing", None) as on_file:
@@ -116,11 +118,12 @@ def run_import(options: ImportOptions) -> None:
         )
     console.print(
         f"{imported.kind}: {imported.parameters} tensors, {imported.numel:,} parameters, {imported.groups} parameter "
-        f"groups, step {imported.step}, in {options.target}"
+        f"groups, step {imported.step}, in {options.target}",
+        soft_wrap=True,
     )
     for alias, name in imported.aliases.items():
-        console.print(f"{alias} is tied to {name}")
-    console.print(f"not taken over: {', '.join(imported.left_out)}")
+        console.print(f"{alias} is tied to {name}", soft_wrap=True)
+    console.print(f"not taken over: {', '.join(imported.left_out)}", soft_wrap=True)
     write_json(options.json, asdict(imported))
 
 
@@ -139,16 +142,6 @@ def _lines(path: Path) -> list[str]:
         raise ConfigError(f"--names {path}: cannot be read: {error.strerror or error}") from error
 
 
-def _size(option: str, text: str) -> int:
-    try:
-        nbytes = parse_nbytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from error
-    if nbytes == 0:
-        raise ConfigError(f"{option}: a file cannot have 0 bytes of tensors; give a size such as 5GB")
-    return nbytes
-
-
 def _dtype(text: str) -> Any:
     if text not in DTYPES:
         raise ConfigError(f"--dtype {text}: allowed are {', '.join(DTYPES)}")
@@ -158,7 +151,8 @@ def _dtype(text: str) -> Any:
 @contextmanager
 def _progress(console: Console, what: str, total_nbytes: int | None) -> Iterator[OnFile]:
     """A bar that grows with every file."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+    described = TextColumn("{task.description}", markup=False)
+    columns = (described, BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not can_redraw(console)) as progress:
         task = progress.add_task(what, total=total_nbytes)
         yield lambda name, nbytes: progress.update(task, advance=nbytes, description=f"{what} {name}")

@@ -49,7 +49,7 @@ def clean(directory: Path, report_path: Path | None, *, resumable: bool = False)
     saves = remove_unfinished(directory)
     console = make_console()
     if not found and not runs and not saves:
-        console.print(f"{directory}: no swap folders and no unfinished saves", markup=False, soft_wrap=True)
+        console.print(f"{directory}: no swap folders and no unfinished saves", soft_wrap=True)
     else:
         table = _table(directory, removed, left)
         _add_runs(table, directory, runs_removed, runs_left)

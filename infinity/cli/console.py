@@ -16,12 +16,17 @@ _NO = ("", "0", "false")
 
 
 def make_console() -> Console:
-    """A console on standard output; colours only on a terminal. Of several ranks the first prints."""
+    """A console on standard output; colours only on a terminal. Of several ranks the first prints.
+
+    Text is shown as it is: what stands in brackets in a path or a name is no markup.
+    """
     quiet = not this_job().is_first
-    console = Console(highlight=False, quiet=quiet)
+    console = Console(highlight=False, markup=False, quiet=quiet)
     if isinstance(console.file, io.TextIOWrapper) and console.file.errors == "strict":
         console.file.reconfigure(errors="replace")  # a path that the terminal cannot show is no reason to end a run
-    return console if is_terminal(console) else Console(highlight=False, width=_PLAIN_WIDTH, quiet=quiet)
+    if is_terminal(console):
+        return console
+    return Console(highlight=False, markup=False, width=_PLAIN_WIDTH, quiet=quiet)
 
 
 def is_terminal(console: Console) -> bool:

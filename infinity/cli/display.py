@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from infinity.cli.console import can_redraw
+from infinity.cli.console import can_redraw, is_terminal
 from infinity.cli.live import LiveView
 from infinity.cli.records import Counters, StepRecord
 from infinity.cli.stopping import undisturbed
@@ -47,8 +47,9 @@ class Display:
         self._live: Live | None = None
 
     def say(self, what: RenderableType) -> None:
-        """Print something that stays."""
-        self.console.print(what, markup=False)
+        """Print something that stays. In a file a sentence is one line, so that a path in it can be found."""
+        is_line = isinstance(what, str) and not is_terminal(self.console)
+        self.console.print(what, markup=False, soft_wrap=is_line)
 
     def __enter__(self) -> Self:
         if self._is_live:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,39 @@ from infinity.json_text import json_text
 from infinity.replacing import replaced_file
 
 
-def check_files(**files: Path | None) -> None:
-    """Refuse files that could not be written at the end; each is named like its option (`fio_files`: --fio-files).
+def check_files(reads: Sequence[Path | None] = (), /, **files: Path | None) -> None:
+    """Refuse files that could not be written at the end, or would take the place of others.
+
+    Args:
+        reads: what the command reads.
+        files: what it writes, each named like its option (`fio_files`: --fio-files).
 
     Raises:
-        ConfigError: one is a folder, or lies in a folder that does not exist.
+        ConfigError: one is a folder, cannot be written where it is to lie, or is one of the others.
     """
+    taken = {path.resolve(): "it is read, and would be lost" for path in reads if path is not None}
     for name, path in files.items():
         if path is None:
             continue
         option = f"--{name.replace('_', '-')}"
-        if path.is_dir():
-            raise ConfigError(f"{option} {path}: this is a folder; give the name of a file")
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(
-                f"{option} {path}: the folder {path.absolute().parent} does not exist; give a file in a folder that "
-                "exists"
-            )
+        _check_place(option, path)
+        if path.exists() and not path.is_file():
+            continue  # a pipe or a device takes what comes
+        place = path.resolve()
+        if place in taken:
+            raise ConfigError(f"{option} {path}: {taken[place]}; give another name")
+        taken[place] = f"{option} writes it"
+
+
+def _check_place(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: this is a folder; give the name of a file")
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {path}: the folder {folder} does not exist; give a file in a folder that exists")
+    is_file = path.is_file() or not path.exists()  # it is made anew, and takes the place of what is there
+    if not (os.access(folder, os.W_OK | os.X_OK) if is_file else os.access(path, os.W_OK)):
+        raise ConfigError(f"{option} {path}: nothing can be written there; give another file")
 
 
 def make_folder(option: str, path: Path) -> None:

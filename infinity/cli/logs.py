@@ -14,7 +14,10 @@ class _ToStandardError(logging.Handler):
     """Looks standard error up for every message: a live display replaces it while it is on the screen."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        try:
+            print(self.format(record), file=sys.stderr)
+        except Exception:  # as every handler: a message that cannot be shown ends no run
+            self.handleError(record)
 
 
 @contextmanager

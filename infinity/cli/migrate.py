@@ -53,7 +53,7 @@ def migrate(options: MigrateOptions) -> None:
 
     if options.write is not None and options.write.suffix.lower() != ".json":
         raise ConfigError(f"--write {options.write}: settings are written as JSON; give a name that ends in .json")
-    check_files(write=options.write, json=options.json)
+    check_files((options.settings,), write=options.write, json=options.json)
     migration = read_deepspeed(options.settings)
     make_console().print(_show(migration))
     report = migration.as_dict()

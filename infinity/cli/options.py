@@ -17,7 +17,9 @@ import typer
 from infinity.cli.failures import reported
 from infinity.models.presets import describe_presets
 
-EPILOG = "Exit codes: 0 success, 2 bad usage or impossible plan, 130 stopped by Ctrl-C, 1 any other failure."
+EPILOG = (
+    "Exit codes: 0 success, 2 bad usage or impossible plan, 130 stopped by Ctrl-C, 143 by SIGTERM, 1 any other failure."
+)
 
 MODEL, TRAINING, MEMORY, OUTPUT = "Model", "Training", "Memory and disks", "Output"
 

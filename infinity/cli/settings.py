@@ -13,6 +13,7 @@ from infinity.cli.ranks import this_job
 from infinity.cli.shapes import preset_named, shape_of
 from infinity.cli.sizing import comfortable_budgets, minima_of
 from infinity.cli.train_options import TrainOptions
+from infinity.cli.values import check_finite
 from infinity.config import ActivationPolicy, Config, DeviceKind, Durability, Precision, Schedule, read_settings
 from infinity.durable.notes import StoredRun
 from infinity.errors import ConfigError
@@ -44,7 +45,8 @@ class Training:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batch * self.accumulate * self.shape.seq
+        """Of all ranks together."""
+        return self.batch * self.accumulate * self.shape.seq * this_job().size
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def resolve(options: TrainOptions) -> RunSettings:
     shape = shape_of(preset, layers=options.layers, hidden=options.hidden, heads=options.heads, seq=options.seq)
     _check_durability(options)
     _check_ranks(options)
+    check_finite(lr=options.lr)
     accumulate = options.accumulate or 1
     if options.clip is not None and not options.clip > 0:
         raise ConfigError(f"--clip {options.clip}: it must be greater than 0; leave it out not to clip")

@@ -10,6 +10,7 @@ from typing import Any
 from infinity.bench.machine import describe_machine
 from infinity.checkpoint.folder import refuse_other
 from infinity.checkpoint.format import INDEX_FILE
+from infinity.checkpoint.series import candidates
 from infinity.cli import baseline
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_text
@@ -43,10 +44,8 @@ def train(options: TrainOptions) -> None:
     if options.record is not None:
         options = _recorded(options, options.record)
     settings = resolve(options)
-    if options.record is None:
-        check_files(json=options.json, trace=options.trace, metrics=options.metrics)
-    check_files(scheduler_trace=options.scheduler_trace)
-    _check_resume(options)
+    _check_outputs(options)
+    _check_resume(settings)
     _check_save(options)
     if options.baseline:
         baseline.check_memory(settings.training)
@@ -116,10 +115,17 @@ def _keep_residual(settings: RunSettings, prediction: Prediction) -> None:
 def _compare(
     settings: RunSettings, first_step: int, losses: list[float], hashes: dict[str, str]
 ) -> baseline.Comparison:
-    """A resumed run is compared with one plain run over all steps since the beginning."""
-    training = replace(settings.training, steps=first_step + settings.training.steps)
+    """A resumed run is compared with one plain run over all steps since the beginning, as many as it came to."""
+    training = replace(settings.training, steps=first_step + len(losses))
     plain = baseline.run_baseline(training)
     return baseline.compare(plain, losses, hashes, settings.config.precision, training)
+
+
+def _check_outputs(options: TrainOptions) -> None:
+    files = {"scheduler_trace": options.scheduler_trace, "io_log": options.io_log}
+    if options.record is None:  # else its folder is made later
+        files |= {"json": options.json, "trace": options.trace, "metrics": options.metrics}
+    check_files((options.config, *options.data), **files)
 
 
 def _check_save(options: TrainOptions) -> None:
@@ -135,6 +141,15 @@ def _check_save(options: TrainOptions) -> None:
         raise ConfigError(f"--save {options.save}: nothing can be written in {above}; give another folder")
 
 
-def _check_resume(options: TrainOptions) -> None:
-    if options.resume is not None and not options.resume.exists():
-        raise ConfigError(f"--resume {options.resume}: there is no such folder")
+def _check_resume(settings: RunSettings) -> None:
+    """Refuse a folder with nothing to continue before a model is offloaded for it."""
+    folder = settings.options.resume
+    if folder is None or settings.continues is not None:
+        return
+    if not folder.exists():
+        raise ConfigError(f"--resume {folder}: there is no such folder")
+    if not any((checkpoint / INDEX_FILE).exists() for checkpoint in candidates(folder)):
+        raise ConfigError(
+            f"--resume {folder}: neither a checkpoint nor a run with durable steps is there; give the folder of "
+            "--save, or the first of --nvme"
+        )

@@ -32,6 +32,22 @@ def test_shows_figures_and_writes_what_was_asked_for(tmp_path: Path) -> None:
     assert list(swap.iterdir()) == []
 
 
+def test_brackets_in_a_directory_are_no_markup(tmp_path: Path) -> None:
+    swap = tmp_path / "[b]old[" / "]"
+    swap.mkdir(parents=True)
+    code, output, error = call("bench", "tier", swap, "--profile", "seq1m", *SMALL, "--sustained", "96MiB")
+    assert code == 0, error
+    assert "".join(output.split()).count(str(swap)) >= 3  # what will be written, the drive, the table
+
+
+def test_a_file_that_is_too_small_for_a_part_is_told_before_any_is_measured(tmp_path: Path) -> None:
+    profiles = ("--profile", "seq1m", "--profile", "seq8m")
+    code, _, error = call("bench", "tier", tmp_path, *profiles, *SMALL, "--json", tmp_path / "r.json")
+    assert code == 2
+    assert "too small for 'SEQ8M Q16'" in error and "--size must be at least 256 MiB" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_engines_are_compared(tmp_path: Path) -> None:
     code, output, error = call(
         "bench", "tier", tmp_path, "--profile", "seq1m", "--engines", "buffered,aiofiles,aio", *SMALL

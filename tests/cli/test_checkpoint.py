@@ -47,6 +47,16 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
+def test_brackets_in_a_folder_are_no_markup(saved: Path, tmp_path: Path) -> None:
+    folder = _copy(saved, tmp_path / "run[1] [red]x[")
+    code, output, error = call("checkpoint", "verify", folder)
+    assert code == 0, error
+    assert f"{folder} is complete" in output
+    code, output, error = call("checkpoint", "export", folder, tmp_path / "out[bold]")
+    assert code == 0, error
+    assert f"of {folder}: " in output and str(tmp_path / "out[bold]") in output
+
+
 def test_inspect(saved: Path, tmp_path: Path) -> None:
     code, output, error = call("checkpoint", "inspect", saved, "--parameters", "--json", tmp_path / "out.json")
     assert code == 0, error
@@ -194,7 +204,7 @@ def test_a_checkpoint_that_is_not_there_is_bad_usage(tmp_path: Path, command: tu
         (("export", "SAVED", "out", "--merge"), "no adapter to merge"),
         (("export", "SAVED", "SAVED"), "not replaced"),
         (("reshard", "SAVED", "SAVED"), "give another folder"),
-        (("reshard", "SAVED", "out", "--shard-size", "0"), "cannot have 0 bytes"),
+        (("reshard", "SAVED", "out", "--shard-size", "0"), "must be more than nothing"),
     ],
 )
 def test_mistakes(saved: Path, tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:

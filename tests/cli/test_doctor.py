@@ -41,6 +41,14 @@ def test_looks_at_the_machine_and_at_every_directory(tmp_path: Path) -> None:
     assert list(first.iterdir()) == []
 
 
+def test_brackets_in_a_directory_are_no_markup(tmp_path: Path) -> None:
+    folder = tmp_path / "a[b]" / "[" / "bold]"
+    folder.mkdir(parents=True)
+    code, output, error = call("doctor", folder)
+    assert code == 0, error
+    assert str(folder) in "".join(output.split())
+
+
 def test_every_warning_comes_with_the_line_that_repairs_it(tmp_path: Path) -> None:
     code, _, _ = call("doctor", tmp_path / "none", "--json", tmp_path / "d.json")
     assert code == 0  # `train` makes the directory

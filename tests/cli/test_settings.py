@@ -31,6 +31,15 @@ def test_preset_budgets_work_and_are_below_the_state(name: str, precision: str, 
     assert least.state_nbytes >= (2 if name == "tiny" else 4) * together
 
 
+def test_the_tokens_of_a_step_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = resolve(TrainOptions(preset="tiny", accumulate=3)).training
+    alone = training.tokens_per_step
+    assert alone == 3 * training.batch * training.shape.seq
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert resolve(TrainOptions(preset="tiny", accumulate=3)).training.tokens_per_step == 4 * alone
+
+
 def test_the_default_state_is_four_times_its_budgets() -> None:
     settings = resolve(TrainOptions(preset=DEFAULT_PRESET))
     budgets = (settings.config.device.budget or 0) + (settings.config.host.budget or 0)

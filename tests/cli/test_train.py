@@ -218,8 +218,13 @@ def test_a_trace_of_a_run_holds_every_byte_that_moved(tmp_path: Path) -> None:
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     code, _, error = call("train", "--preset", "tiny", "--nvme", tmp_path, "--io-log", tmp_path / "no" / "run.iolog")
     assert code == 2
-    assert "nvme.io_log" in error
+    assert "--io-log" in error
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "c.toml").write_text('[nvme]\nio_log = "no/run.iolog"\n')
+    code, _, error = call("train", "--preset", "tiny", "--nvme", tmp_path, "--config", tmp_path / "c.toml")
+    assert code == 2
+    assert "nvme.io_log" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -229,3 +234,13 @@ def test_training_outlives_its_logs(tmp_path: Path) -> None:
     assert code == 0, error
     assert "--metrics /dev/full ends before step 0: [Errno 28] No space left on device. Training goes on" in error
     assert "no trace in /dev/full: No space left on device" in output
+
+
+def test_a_run_that_its_wear_budget_ends_is_compared_with_as_many_plain_steps(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text('[nvme]\nwear_budget = "1MB"\nwear_action = "stop"\n')
+    small = ("--layers", "2", "--steps", "5", "--precision", "fp32", "--device", "cpu")
+    report = train_report(tmp_path, *small, "--config", settings, "--baseline")
+    assert 0 < len(report["losses"]) < 5
+    assert report["baseline"]["losses"] == report["losses"]
+    assert report["baseline"]["parameters_equal"] is True

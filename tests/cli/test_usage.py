@@ -13,10 +13,12 @@ import pytest
 
 from infinity.cli import bench, main
 from infinity.cli.bench_options import StepOptions, TierArguments
+from infinity.cli.files import check_files
 from infinity.cli.plan_options import PlanOptions
 from infinity.cli.train_options import TrainOptions
-from infinity.errors import PlacementError, UnsupportedModelError
+from infinity.errors import ConfigError, PlacementError, UnsupportedModelError
 from tests.cli.command import ROOT, call, run
+from tests.mounts import mounting
 
 
 def test_help_names_every_command_and_option() -> None:
@@ -88,7 +90,9 @@ def test_help_does_not_import_torch() -> None:
         (["--data", "missing"], "no such file"),
         (["--json", "missing/report.json"], "does not exist"),
         (["--trace", "."], "this is a folder"),
-        (["--resume", "missing"], "--resume"),
+        (["--resume", "missing"], "--resume missing: there is no such folder"),
+        (["--resume", "/dev"], "neither a checkpoint nor a run with durable steps is there"),
+        (["--resume", "/dev/null"], "neither a checkpoint nor a run with durable steps is there"),
     ],
 )
 def test_says_what_is_wrong(arguments: list[str], message: str) -> None:
@@ -96,6 +100,58 @@ def test_says_what_is_wrong(arguments: list[str], message: str) -> None:
     assert code == 2
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("--json", "--trace"), ("--metrics", "--json"), ("--io-log", "--metrics"), ("--trace", "--scheduler-trace")],
+)
+def test_two_options_cannot_write_one_file(tmp_path: Path, first: str, second: str) -> None:
+    (tmp_path / "link").symlink_to("file")
+    code, _, error = call("train", "--preset", "tiny", first, tmp_path / "file", second, tmp_path / "link")
+    assert code == 2
+    assert f"{first} writes it" in error or f"{second} writes it" in error
+    assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize("option", ["--config", "--data"])
+def test_what_is_read_is_not_overwritten(tmp_path: Path, option: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('precision = "fp32"\n' + "# text\n" * 200)
+    code, _, error = call("train", "--preset", "tiny", "--steps", "1", option, file, "--json", file)
+    assert code == 2
+    assert f"--json {file}: it is read, and would be lost" in error
+    assert file.read_text().startswith("precision")
+
+
+def test_a_settings_file_that_is_migrated_stays(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"bf16": {"enabled": true}}')
+    code, _, error = call("migrate", file, "--write", tmp_path / "." / "ds.json")
+    assert code == 2
+    assert "would be lost" in error
+    assert file.read_text() == '{"bf16": {"enabled": true}}'
+
+
+def test_devices_take_what_several_options_write() -> None:
+    check_files(json=Path("/dev/null"), trace=Path("/dev/null"))
+
+
+def test_a_place_that_takes_no_files_is_told_before_anything_runs(tmp_path: Path) -> None:
+    """A file system without write access: also root gets to know of it before a run that takes hours."""
+    with mounting(tmp_path) as make_file_system:
+        place = make_file_system("ext4", options="ro")
+        with pytest.raises(ConfigError, match=r"--json .*: nothing can be written there"):
+            check_files(json=place / "run.json")
+
+
+def test_infinity_is_refused(tmp_path: Path) -> None:
+    code, _, error = call("train", "--preset", "tiny", "--steps", "1", "--nvme", tmp_path, "--lr", "inf")
+    assert code == 2
+    assert "--lr inf: it must be a finite number" in error
+    code, _, error = call("bench", "tier", tmp_path, "--profile", "seq1m", "--size", "32MiB", "--seconds", "inf")
+    assert code == 2
+    assert "--seconds inf: it must be a finite number" in error
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "0"], ["--batch", "many"], ["--no-such-option"], ["extra"]])
