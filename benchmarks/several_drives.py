@@ -141,7 +141,7 @@ def measure(folder: Path, pool: HostPool, case: str, pattern: str, chunk_nbytes:
             started_s = time.perf_counter()
             bench.run(Op.WRITE, chunk_nbytes, nbytes=_PASSES * _KEYS * _KEY_NBYTES)
             adapting_s = time.perf_counter() - started_s
-            ended = bench.run(op, chunk_nbytes, seconds=seconds)
+            ended = bench.run(op, chunk_nbytes, seconds=seconds, nbytes=_KEYS * _KEY_NBYTES)  # all keys, at least
             share = bench.share_of_fast(0)
     rate = sum(nbytes for _, nbytes in ended[1:]) / (ended[-1][0] - ended[0][0])
     return Figure(case, f"{pattern} {chunk_nbytes >> 20} MiB", rate, rate / (_FAST + _SLOW), share, adapting_s, seconds)
@@ -184,7 +184,7 @@ def measure_stall(folder: Path, pool: HostPool) -> dict[str, object]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("directory", type=made_folder)
-    parser.add_argument("--seconds", type=duration_s, default=3.0, help="of each measurement")
+    parser.add_argument("--seconds", type=duration_s, default=3.0, help="of each measurement, at least")
     parser.add_argument("--json", type=result_file)
     chosen = parser.parse_args(arguments)
     machine = describe_place(chosen.directory)

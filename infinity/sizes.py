@@ -75,6 +75,11 @@ def format_minimum_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def option_nbytes(nbytes: int) -> str:
+    """`format_minimum_nbytes` as one word, to be pasted behind an option: `--host-memory 4.01GiB`."""
+    return format_minimum_nbytes(nbytes).replace(" ", "")
+
+
 def _three_digits(number: float) -> str:
     decimals = 2 if number < 10 else 1 if number < 100 else 0
     text = f"{number:.{decimals}f}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from storage.filesystems import existing_part, find_mount
@@ -20,28 +22,61 @@ def identify_device(directory: Path) -> str:
     Made of the drive's serial number and size, or of the file system's UUID, or of what a network file system is
     mounted from. Where nothing of that can be found, the name holds until the next boot.
     """
-    number = existing_part(directory).stat().st_dev
-    if found := _identify_block(number):
-        return found
-    mount = find_mount(directory)
-    if mount is not None and mount.source.startswith("/dev/"):  # btrfs and others have numbers of their own
-        try:
-            source = os.stat(mount.source).st_rdev
-        except OSError:
-            source = 0
-        if source and (found := _identify_block(source)):
+    for number in _numbers_of(directory):
+        if found := _identify_block(number):
             return found
+    mount = find_mount(directory)
     if mount is not None and mount.source not in ("", "none", mount.type_name):
         return f"{mount.type_name} {mount.source}"
+    number = existing_part(directory).stat().st_dev
     return f"device {os.major(number)}:{os.minor(number)} of boot {boot_id()}"
 
 
-def _identify_block(number: int) -> str | None:
-    node = _BLOCK_DEVICES / f"{os.major(number)}:{os.minor(number)}"
+def describe_device(directory: Path) -> str:
+    """The drive under a directory in words for people: its model and the kernel's name for it, and the directory."""
+    disk = disk_of(directory)
+    if disk is not None:
+        model = " ".join(_read(disk / "device/model").split())
+        name = f"{model} ({disk.name})" if model else f"drive {disk.name}"
+    else:
+        mount = find_mount(directory)
+        name = "what" if mount is None else f"{mount.type_name} file system"
+    return f"{name} under {directory}"
+
+
+def disk_of(directory: Path, block_devices: Path | None = None) -> Path | None:
+    """The kernel's folder of the disk that holds a directory, or will; None where that is no block device.
+
+    Args:
+        block_devices: where the kernel lists block devices by number; default: /sys/dev/block.
+    """
+    for number in _numbers_of(directory):
+        if (disk := _disk(number, block_devices or _BLOCK_DEVICES)) is not None:
+            return disk
+    return None
+
+
+def _numbers_of(directory: Path) -> Iterator[int]:
+    """Numbers by which the kernel may know the block device: the file system's, and what that is mounted from."""
+    yield existing_part(directory).stat().st_dev
+    mount = find_mount(directory)
+    if mount is not None and mount.source.startswith("/dev/"):  # btrfs and others have numbers of their own
+        with suppress(OSError):
+            yield os.stat(mount.source).st_rdev
+
+
+def _disk(number: int, block_devices: Path) -> Path | None:
+    node = block_devices / f"{os.major(number)}:{os.minor(number)}"
     if not node.exists():
         return None
     node = node.resolve()
-    disk = node if (node / "queue").is_dir() else node.parent  # a partition lies in its disk
+    return node if (node / "queue").is_dir() else node.parent  # a partition lies in its disk
+
+
+def _identify_block(number: int) -> str | None:
+    disk = _disk(number, _BLOCK_DEVICES)
+    if disk is None:
+        return None
     size = _read(disk / "size")
     model = " ".join(_read(disk / "device/model").split())
     for name in _IDENTITIES:

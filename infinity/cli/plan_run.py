@@ -28,13 +28,22 @@ from infinity.errors import ConfigError, PlacementError
 from infinity.models.gpt import GptShape
 from infinity.plan import advice as advise
 from infinity.plan.calibration import CalibrationFile
-from infinity.plan.hardware import CPU, Hardware, effective_link, from_bench, gpu_named, parse_drives, parse_link
+from infinity.plan.hardware import (
+    CPU,
+    Hardware,
+    effective_link,
+    from_bench,
+    gpu_named,
+    parse_drives,
+    parse_link,
+    rate_of,
+)
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
 from infinity.plan.ranks import PlannedDevice
 from infinity.plan.report import change_json, plan_json, stages_json, sweep_json
 from infinity.plan.scheduler_trace import read_trace, replay_json
-from infinity.plan.simulate import simulate
+from infinity.plan.simulate import simulate_long
 from infinity.plan.stages import stage_rows
 from infinity.plan.timeline import chrome_trace
 from infinity.report.document import graph_objects
@@ -43,7 +52,6 @@ from infinity.sizes import GIB, MIB, parse_nbytes
 
 _DEFAULT_GPU, _DEFAULT_DRIVE = "rtx4090", "990pro-4tb"
 _DEFAULT_HOST_NBYTES = 64 * GIB
-_CPU_DEVICE_SHARE = 4
 _DEFAULT_SEQ, _DEFAULT_BATCH = 1024, 4
 
 
@@ -54,7 +62,7 @@ def run(options: PlanOptions) -> None:
         ConfigError: an option is not allowed or a file cannot be written.
         PlacementError: nothing fits; the nearest plan that works has been shown.
     """
-    _check_outputs(options)
+    _check_options(options)
     console = make_console()
     if options.calibrate:
         from infinity.cli.plan_calibrate import calibrate
@@ -155,17 +163,13 @@ def _hardware(options: PlanOptions) -> Hardware:
         memory_nbytes = _size("--device-memory", options.device_memory)
         hardware = replace(hardware, gpu=replace(hardware.gpu, memory_nbytes=memory_nbytes))
     changes: dict[str, Any] = {
-        "dram_bytes_per_s": _rate("--dram", options.dram),
+        "dram_bytes_per_s": None if options.dram is None else rate_of("--dram", options.dram),
         "link_bytes_per_s": None if options.link is None else parse_link(options.link),
-        "network_bytes_per_s": _rate("--network", options.network),
+        "network_bytes_per_s": None if options.network is None else rate_of("--network", options.network),
         "efficiency": options.efficiency,
         "host_memory_nbytes": None if options.host_memory is None else _size("--host-memory", options.host_memory),
     }
-    changed = replace(hardware, **{name: value for name, value in changes.items() if value is not None})
-    if options.host_memory is None or options.device_memory is not None or changed.has_gpu:
-        return changed
-    # A CPU computes in host memory: the device has its default share of what was given.
-    return replace(changed, gpu=replace(changed.gpu, memory_nbytes=changed.host_memory_nbytes // _CPU_DEVICE_SHARE))
+    return replace(hardware, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _this_machine(options: PlanOptions) -> Hardware | None:
@@ -201,17 +205,14 @@ def _named(options: PlanOptions) -> Hardware:
     )
 
 
-def _rate(option: str, gigabytes_per_s: float | None) -> float | None:
-    if gigabytes_per_s is not None and not gigabytes_per_s > 0:
-        raise ConfigError(f"{option} {gigabytes_per_s}: it must be greater than 0")
-    return None if gigabytes_per_s is None else gigabytes_per_s * 1e9
-
-
 def _size(option: str, text: str) -> int:
     try:
-        return parse_nbytes(text)
+        nbytes = parse_nbytes(text)
     except ValueError as error:
         raise ConfigError(f"{option} {text}: {error}") from None
+    if nbytes == 0:
+        raise ConfigError(f"{option} {text}: it must be greater than 0")
+    return nbytes
 
 
 def _largest_unit(model: ModelPlan) -> int:
@@ -233,8 +234,10 @@ def _plan(request: PlanRequest, options: PlanOptions, console: Console) -> StepP
 def _replay(path: Path, options: PlanOptions, console: Console) -> None:
     trace = read_trace(path)
     drives = [drive.model for drive in parse_drives(options.drive)]
-    scenario = trace.scenario(drives)
-    simulated = simulate(scenario, keep_spans=True)
+    try:
+        simulated = simulate_long(trace.scenario(drives), keep_spans=True)
+    except Exception as error:  # of any kind: a file that somebody changed may say anything
+        raise ConfigError(f"--replay {path}: what it says cannot be simulated: {error}") from error
     moved = (simulated.read_nbytes, simulated.write_nbytes)
     console.print(replay_table(trace, simulated.step_s, moved, simulated.stalls_s, has_other_drives=bool(drives)))
     write_json(options.json, replay_json(trace, simulated.step_s, moved, simulated.stalls_s))
@@ -255,16 +258,33 @@ def _sweep(request: PlanRequest, text: str, console: Console, result: dict[str, 
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def _check_outputs(options: PlanOptions) -> None:
+def _check_options(options: PlanOptions) -> None:
+    """Refuse what contradicts or would be left out without a word, before anything takes time."""
+    modes = {
+        "--calibrate": options.calibrate,
+        "--replay": options.replay is not None,
+        "--search": options.search,
+        "--stages": options.stages,
+        "--sweep": options.sweep is not None,
+    }
+    given = [name for name, is_given in modes.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: each shows something of its own; leave out all but one")
+    if options.nvme and not options.calibrate:
+        raise ConfigError("--nvme names what --calibrate measures; the drives of a plan are given with --drive")
+    sizes = {"--layers": options.layers, "--hidden": options.hidden, "--heads": options.heads}
+    if options.model is not None and (unused := [name for name, size in sizes.items() if size is not None]):
+        raise ConfigError(f"--model {options.model} has sizes of its own; leave out {', '.join(unused)}")
+    _check_outputs(options, given[0] if given else None)
+
+
+def _check_outputs(options: PlanOptions, mode: str | None) -> None:
     check_files(json=options.json, html=options.html, trace=options.trace)
-    is_one_step = not (options.stages or options.search or options.sweep is not None)
-    if options.replay is not None and (options.calibrate or not is_one_step):
-        raise ConfigError("--replay shows one step; leave out --calibrate, --stages, --search and --sweep")
-    if options.trace is not None and not is_one_step:
-        raise ConfigError("--trace shows one step; leave out --stages, --search and --sweep")
+    if options.trace is not None and mode not in (None, "--replay"):
+        raise ConfigError(f"--trace shows one step; leave out {mode}")
     if options.html is not None:
-        if options.stages or options.search:
-            raise ConfigError("--html shows one step or a --sweep; leave out --stages and --search")
+        if mode not in (None, "--replay", "--sweep"):
+            raise ConfigError(f"--html shows one step or a --sweep; leave out {mode}")
         graph_objects()
 
 

@@ -146,6 +146,7 @@ def search_table(found: Sequence[Change]) -> Table:
 
 
 def sweep_table(swept: Sweep) -> Table:
+    """The plan at every value of a knob."""
     table = _table(f"Sweep of {swept.name}", swept.name, "step", "bound", "tokens/s", "binds")
     for value, point in zip(swept.values, swept.points, strict=True):
         _point(table, value, point)
@@ -207,6 +208,7 @@ def nearest_text(nearest: Change | None) -> str:
 
 
 def seconds(value: float) -> str:
+    """With milliseconds where they count."""
     return f"{value:,.1f} s" if value >= 10 else f"{value:.3f} s"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.config import Precision, Schedule, StateFormat
 from infinity.errors import ConfigError, PlacementError
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan, plan_rank
-from infinity.sizes import format_nbytes, parse_nbytes
+from infinity.sizes import format_nbytes, option_nbytes, parse_nbytes
 
 _MOST_SWEPT = 64
 _NEAREST_TRIES = 12  # doublings of memory, less one
@@ -108,7 +109,7 @@ def search(request: PlanRequest) -> list[Change]:
     """
     together = request.workload.batch * request.workload.accumulate
     found = []
-    for accumulate in (n for n in range(1, together + 1) if together % n == 0):
+    for accumulate in _divisors(together):
         for schedule in _schedules(request.workload, accumulate):
             for recompute in (True, False):
                 batch = together // accumulate
@@ -118,6 +119,12 @@ def search(request: PlanRequest) -> list[Change]:
                 words = f"--schedule {schedule.value} --{'recompute' if recompute else 'no-recompute'}"
                 found.append(_whole_or_sliced(changed, words))
     return sorted(found, key=lambda change: change.plan.step_s if change.plan is not None else float("inf"))
+
+
+def _divisors(number: int) -> list[int]:
+    """In rising order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _whole_or_sliced(request: PlanRequest, words: str) -> Change:
@@ -165,10 +172,14 @@ def _nearest(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
 def _with_more_memory(request: PlanRequest, device: int, host: int) -> Iterator[tuple[str, PlanRequest]]:
     """So many times the memory of the device and of the host; with the batch as it is, and with the smallest."""
     hardware = request.hardware
-    gpu = replace(hardware.gpu, memory_nbytes=hardware.gpu.memory_nbytes * device)
-    bigger = replace(hardware, gpu=gpu, host_memory_nbytes=hardware.host_memory_nbytes * host)
-    words = [f"--device-memory {format_nbytes(gpu.memory_nbytes)}"] if device > 1 else []
-    words += [f"--host-memory {format_nbytes(bigger.host_memory_nbytes)}"] if host > 1 else []
+    bigger, words = hardware, []
+    if device > 1:
+        gpu = replace(hardware.gpu, memory_nbytes=hardware.device_memory_nbytes * device)
+        bigger = replace(bigger, gpu=gpu)
+        words.append(f"--device-memory {option_nbytes(gpu.memory_nbytes)}")
+    if host > 1:
+        bigger = replace(bigger, host_memory_nbytes=hardware.host_memory_nbytes * host)
+        words.append(f"--host-memory {option_nbytes(bigger.host_memory_nbytes)}")
     unlimited = replace(request.workload, host_budget_nbytes=None)
     wanted = replace(request, hardware=bigger, workload=unlimited)
     yield " ".join(words), wanted
@@ -214,7 +225,10 @@ def sweep(request: PlanRequest, text: str) -> Sweep:
 
 
 def _whole(text: str) -> int:
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number") from None
 
 
 def _with_drives(request: PlanRequest, count: int) -> PlanRequest:

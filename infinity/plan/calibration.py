@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from infinity.errors import ConfigError
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import Drive, Gpu, Hardware
 from infinity.plan.ledger import state_folder
+from infinity.replacing import replaced_file
 
 _log = logging.getLogger(__name__)
 _MACHINE_ID = Path("/etc/machine-id")
@@ -50,6 +50,16 @@ class Alone:
     link_bytes_per_s: float
     drives: dict[str, DriveModel]
 
+    def __post_init__(self) -> None:
+        _refuse_not_positive(
+            flops_per_s=self.flops_per_s,
+            optimizer_s=self.optimizer_s,
+            copy_bytes_per_s=self.copy_bytes_per_s,
+            link_bytes_per_s=self.link_bytes_per_s,
+        )
+        if not 0 <= self.unit_s < math.inf:
+            raise ValueError(f"unit_s is {self.unit_s}, and should be 0 or more")
+
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
@@ -60,6 +70,9 @@ class Corrections:
     read: float
     write: float
 
+    def __post_init__(self) -> None:
+        _refuse_not_positive(**asdict(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Residual:
@@ -67,7 +80,7 @@ class Residual:
 
     what: str
     predicted_s: float
-    measured_s: float
+    measured_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]  # looked at when a file is read
     made: str
 
     @property
@@ -80,7 +93,8 @@ class Residual:
 class MachineCalibration:
     """A calibrated machine. `machine` and `versions` say which it was, and of what software; `made` is in UTC.
 
-    `hand_over_s` and `kernel_loss` are those of `infinity.plan.scenario.Speeds`, in a run.
+    `device_memory_nbytes` is a GPU's own; `hand_over_s` and `kernel_loss` are those of
+    `infinity.plan.scenario.Speeds`, in a run.
     """
 
     machine: dict[str, Any]
@@ -95,13 +109,22 @@ class MachineCalibration:
     hand_over_s: float = 0.0
     kernel_loss: float = 0.0
 
+    def __post_init__(self) -> None:
+        memory_nbytes = self.machine.get("memory_bytes")
+        if not isinstance(memory_nbytes, int) or memory_nbytes <= 0:
+            raise ValueError(f"memory_bytes of the machine is {memory_nbytes!r}, and should be greater than 0")
+        if self.has_gpu:
+            _refuse_not_positive(device_memory_nbytes=self.device_memory_nbytes)
+        if not (0 <= self.hand_over_s < math.inf and 0 <= self.kernel_loss < math.inf):
+            raise ValueError("hand_over_s and kernel_loss should be 0 or more")
+
     def hardware(self) -> Hardware:
         """This machine for the planner, as it is in a run."""
         alone, factors = self.alone, self.corrections
         source = f"measured here on {self.made[:10]}"
         gpu = Gpu(
             name=self.device,
-            memory_nbytes=self.device_memory_nbytes,
+            memory_nbytes=self.device_memory_nbytes if self.has_gpu else 0,
             flops_per_s=alone.flops_per_s / factors.compute,
             link_bytes_per_s=alone.link_bytes_per_s,
             peer_bytes_per_s=None,
@@ -141,6 +164,13 @@ class MachineCalibration:
             f"calibrated on this machine on {self.made[:10]} with {software}; time in a run over time alone: {factors}"
             + (worst if errors else "")
         )
+
+
+def _refuse_not_positive(**values: float) -> None:
+    """Files of calibrations can be edited and damaged; what is divided by has to be there."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}, and should be greater than 0")
 
 
 def now() -> str:
@@ -183,7 +213,7 @@ class CalibrationFile:
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
-            what = str(error).partition("\n")[0]
+            what = " ".join(str(error).partition("For further")[0].split())
             raise ConfigError(f"{self.path} cannot be read ({what}); run `infinity plan --calibrate` again") from error
         return replace(found, residuals=(*found.residuals, *self._since(found.made)))
 
@@ -195,9 +225,8 @@ class CalibrationFile:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".json", delete=False) as file:
+            with replaced_file(self.path) as file:
                 file.write(json.dumps(asdict(calibration), indent=2) + "\n")
-            os.replace(file.name, self.path)
         except OSError as error:
             raise ConfigError(
                 f"{self.path} cannot be written: {error.strerror or error}. Set XDG_STATE_HOME to a folder you can "
@@ -216,7 +245,7 @@ class CalibrationFile:
     def _since(self, made: str) -> Sequence[Residual]:
         """Predictions after a calibration; a line that is damaged counts as not there."""
         try:
-            lines = self._residuals.read_text(encoding="utf-8").splitlines()
+            lines = self._residuals.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return ()
         found = []

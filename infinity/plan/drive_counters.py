@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from storage.devices import disk_of
 
 _log = logging.getLogger(__name__)
 _SMART_TIMEOUT_S = 10.0
 _DATA_UNIT_NBYTES = 512_000  # NVMe base specification, SMART / health log: thousands of 512-byte units
 _SECTOR_NBYTES = 512  # Documentation/block/stat.rst of Linux: always, whatever the device has
 _WRITE_SECTORS_FIELD = 6  # the seventh of the same
-_BLOCK_DEVICES = Path("/sys/dev/block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,15 @@ class DriveCount:
     source: str
 
 
-def count_written(directory: Path, block_devices: Path = _BLOCK_DEVICES) -> DriveCount:
+def count_written(directory: Path, block_devices: Path | None = None) -> DriveCount:
     """What the drive under a directory counts.
 
     Args:
-        block_devices: where the kernel lists block devices by number.
+        block_devices: where the kernel lists block devices by number; default: /sys/dev/block.
     """
-    number = directory.stat().st_dev
-    node = block_devices / f"{os.major(number)}:{os.minor(number)}"
-    if not node.exists():
+    disk = disk_of(directory, block_devices)
+    if disk is None:
         return DriveCount(None, "not a block device of its own (network, overlay or memory file system)")
-    node = node.resolve()
-    disk = node if (node / "queue").is_dir() else node.parent  # a partition lies in its disk
     if disk.name.startswith("nvme"):
         nbytes = smart_written_nbytes(Path("/dev") / disk.name)
         if nbytes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -27,8 +28,12 @@ class DriveModel:
     slc_write_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.read_bytes_per_s <= 0 or self.write_bytes_per_s <= 0 or self.latency_s < 0:
-            raise ValueError(f"rates must be positive and the latency not negative: {self}")
+        rates = (self.read_bytes_per_s, self.write_bytes_per_s)
+        if not all(0 < rate < math.inf for rate in rates) or not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"rates must be positive and the latency not negative, all of them finite: {self}")
+        is_cache_faster = self.write_bytes_per_s <= self.slc_write_bytes_per_s < math.inf
+        if self.slc_nbytes and not (0 < self.slc_nbytes < math.inf and is_cache_faster):
+            raise ValueError(f"the cache must take writes at least as fast as the drive behind it: {self}")
         if not 0 <= self.duplex <= 1 or not 0 < self.read_share < 1:
             raise ValueError(f"duplex must be from 0 to 1, read_share between 0 and 1: {self}")
 
@@ -48,13 +53,16 @@ class DriveModel:
         return self.read_bytes_per_s * read_part, self.write_bytes_per_s * write_part
 
     def corners(self) -> list[tuple[float, float]]:
-        """The most that it reads and writes in a second: of reads only, of both at once, and of writes only."""
-        read, write = self.read_bytes_per_s, max(self.write_bytes_per_s, self.slc_write_bytes_per_s)
+        """The most that it reads and writes in a second: of reads only, of both at once, and of writes only.
+
+        Of a run without end, so its cache does not count: what goes into that in a step has to leave it in a step.
+        """
+        read, write = self.read_bytes_per_s, self.write_bytes_per_s
         both = 1.0 / (2.0 - self.duplex)
         return [(read, 0.0), (read * both, write * both), (0.0, write)]
 
     def seconds(self, read_nbytes: float, write_nbytes: float) -> float:
-        """Least time in which the drive can move so much, in any order."""
+        """Least time in which the drive can move so much, in any order, again and again (see `corners`)."""
         read_s = read_nbytes / self.read_bytes_per_s
-        write_s = write_nbytes / max(self.write_bytes_per_s, self.slc_write_bytes_per_s)
+        write_s = write_nbytes / self.write_bytes_per_s
         return max(read_s, write_s) + (1 - self.duplex) * min(read_s, write_s)

@@ -6,6 +6,7 @@ drives, links and the optimizer, and `from_bench` takes its file.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ class Gpu:
     """One GPU.
 
     Attributes:
+        memory_nbytes: its own; 0: none, it computes in a share of the host memory (`Hardware.device_memory_nbytes`).
         flops_per_s: peak of dense 16-bit products with fp32 accumulation.
         link_bytes_per_s: raw rate of the host link, one direction.
         peer_bytes_per_s: rate between GPUs of a node for one GPU, one direction; None: over the host link.
@@ -49,6 +51,7 @@ LINKS: dict[str, float] = {
 """Raw rates in one direction. Source: PCI-SIG, 8, 16 and 32 GT/s a lane with 128 of 130 bits for data."""
 
 _PCIE4, _PCIE5 = LINKS["pcie4-x16"], LINKS["pcie5-x16"]
+_CPU_DEVICE_SHARE = 0.25  # of the host memory, where a CPU is given no memory of its own
 _LINK_EFFICIENCY = 0.8  # of the raw rate: packet headers and flow control, as large pinned copies reach it
 
 GPUS: dict[str, Gpu] = {
@@ -67,7 +70,7 @@ GPUS: dict[str, Gpu] = {
     )
 }
 
-CPU = Gpu("cpu", 16 * GIB, 200e9, 20 * GB, None, "a few cores in fp32; --efficiency and --bench say better")
+CPU = Gpu("cpu", 0, 200e9, 20 * GB, None, "a few cores in fp32; --efficiency and --bench say better")
 """Computing where the shards are: copies are made by the training thread itself."""
 
 
@@ -112,7 +115,7 @@ class Hardware:
         link_bytes_per_s: what a pinned copy reaches, one direction.
         network_bytes_per_s: between nodes, for one node, one direction.
         optimizer_s: seconds the optimizer of one rank needs for one parameter, host memory aside.
-        has_gpu: whether copies run beside the computation.
+        has_gpu: whether copies run beside the computation, from memory of its own; else a device is a part of the host.
         unit_s: overhead of each pass through a unit.
         hand_over_s, kernel_loss: see `infinity.plan.scenario.Speeds`.
         notes: how its figures came about, in words.
@@ -138,6 +141,23 @@ class Hardware:
     def ranks(self) -> int:
         """GPUs of all nodes, one rank each."""
         return self.gpus * self.nodes
+
+    @property
+    def device_memory_nbytes(self) -> int:
+        """Memory of one device. A CPU that is given none has its part of a quarter of the host memory."""
+        if self.has_gpu or self.gpu.memory_nbytes:
+            return self.gpu.memory_nbytes
+        return int(self.host_memory_nbytes * self.host_share_of_devices) // self.gpus
+
+    @property
+    def host_share_of_devices(self) -> float:
+        """The part of the host memory that grows with it and belongs to the devices of a node."""
+        return 0.0 if self.has_gpu or self.gpu.memory_nbytes else _CPU_DEVICE_SHARE
+
+    @property
+    def devices_in_host_nbytes(self) -> int:
+        """Host memory of a node in which its devices compute; with GPUs none."""
+        return 0 if self.has_gpu else self.device_memory_nbytes * self.gpus
 
     @property
     def flops_per_s(self) -> float:
@@ -179,12 +199,22 @@ def parse_link(text: str) -> float:
         rate = float(text)
     except ValueError:
         return look_up("--link", text, LINKS, allowed="GB/s such as 25, or ") * _LINK_EFFICIENCY
-    if not 0 < rate < float("inf"):
-        raise ConfigError(f"--link {text}: it must be greater than 0")
-    return rate * GB
+    return rate_of("--link", rate)
+
+
+def rate_of(option: str, gigabytes_per_s: float) -> float:
+    """Bytes/s of a rate that an option gives in GB/s.
+
+    Raises:
+        ConfigError: it is no rate.
+    """
+    if not 0 < gigabytes_per_s * GB < math.inf:
+        raise ConfigError(f"{option} {gigabytes_per_s:g}: it must be greater than 0, and a number of GB/s")
+    return gigabytes_per_s * GB
 
 
 _COUNT = re.compile(r"(?:(\d+)x)?(.+)")
+_MOST_DRIVES = 1024  # of a node
 _DRIVE_HELP = (
     'READ:WRITE[:CAPACITY[:ENDURANCE]] in GB/s, such as "7.0:3.4:4TB:2400TBW", or a name of the table; '
     '"4x" before it means four of them'
@@ -203,6 +233,8 @@ def parse_drives(texts: Sequence[str]) -> tuple[Drive, ...]:
         count = int(match.group(1) or 1) if match else 0
         if match is None or count < 1:
             raise ConfigError(f"--drive {text}: allowed: {_DRIVE_HELP}")
+        if len(drives) + count > _MOST_DRIVES:
+            raise ConfigError(f"--drive {text}: a node has {_MOST_DRIVES} drives at most")
         drives += [_one_drive(match.group(2), text)] * count
     return tuple(drives)
 
@@ -234,7 +266,7 @@ def from_bench(path: Path, base: Hardware) -> Hardware:
         raise ConfigError(f"--bench {path}: this is not what `infinity bench tier --json` writes")
     try:
         return replace(base, **_measured(report))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--bench {path}: not as `infinity bench tier --json` writes it ({type(error).__name__}: {error})"
         ) from error
@@ -244,7 +276,7 @@ def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Hardware` that a bench report tells. Of the rates of one name, the last one has all threads."""
     changes: dict[str, Any] = {}
     for rate in (report.get("memory") or {}).get("rates", []):
-        value = float((rate.get("beside_disk") or rate["alone"])["median"])
+        value = _positive(rate["name"], (rate.get("beside_disk") or rate["alone"])["median"])
         if rate["name"] == "AdamW bf16":
             changes["optimizer_s"] = 1.0 / value
         elif rate["name"] == "host to device":
@@ -254,8 +286,15 @@ def _measured(report: Mapping[str, Any]) -> dict[str, Any]:
     if drives := _bench_drives(report["jobs"]):
         changes["drives"] = drives
     if "machine" in report:
-        changes["host_memory_nbytes"] = int(report["machine"]["memory_bytes"])
+        changes["host_memory_nbytes"] = int(_positive("memory_bytes", report["machine"]["memory_bytes"]))
     return changes
+
+
+def _positive(what: str, value: Any) -> float:
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{what} is {value}, and should be greater than 0")
+    return number
 
 
 def _bench_drives(jobs: Sequence[Mapping[str, Any]]) -> tuple[Drive, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
@@ -28,11 +29,20 @@ class LedgerError(InfinityError):
 
 
 def state_folder() -> Path:
-    """The user's folder for state that should persist (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")) / "infinity"
+    """The user's folder for state that should persist (XDG base directory specification).
+
+    A user without a home, as containers have them, has a folder among the temporary files.
+    """
+    if given := os.environ.get("XDG_STATE_HOME"):
+        return Path(given) / "infinity"
+    try:
+        return Path.home() / ".local" / "state" / "infinity"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"infinity-state-{os.getuid()}"
 
 
 def default_ledger_path() -> Path:
+    """Where the ledger of this user is."""
     return state_folder() / "wear.sqlite3"
 
 

@@ -190,20 +190,22 @@ class Machinery:
         return group.shard_nbytes / self._scenario.speeds.h2d_bytes_per_s
 
     def gradient_copy_s(self, group: FlatGroup) -> float:
+        """The same of a gradient's download."""
         return group.layout.numel * GRAD_DTYPE.itemsize / self._scenario.speeds.d2h_bytes_per_s
 
     # Looking ---------------------------------------------------------------------------------------------------
 
     @property
     def budgets(self) -> list[TierBudget]:
+        """All budgets that a run is held to, of host and device."""
         return [self.window, self.gradients, self.transit, self.passage, self._pipeline_budget, self.device]
 
-    def busy_s(self) -> dict[str, float]:
-        """Seconds every resource has worked so far."""
-        busy = {f"drive {op.value}": max((s.busy_s[op] for s in self.store.servers), default=0.0) for op in Op}
-        busy["optimizer"] = sum(end - start for start, end in self.worker.spans)
+    def busy_s(self) -> dict[str, list[float]]:
+        """Seconds every resource has worked so far; of drives, each of them."""
+        busy = {f"drive {op.value}": [server.busy_s[op] for server in self.store.servers] for op in Op}
+        busy["optimizer"] = [sum(end - start for start, end in self.worker.spans)]
         for name, link in self._links():
-            busy[name] = sum(end - start for _, start, end in link.spans)
+            busy[name] = [sum(end - start for _, start, end in link.spans)]
         return busy
 
     def _links(self) -> Iterator[tuple[str, Link]]:

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from infinity.bench.machine import describe_machine
@@ -92,9 +91,8 @@ def calibrate_machine(directories: Sequence[Path], progress: Progress) -> Machin
 
 
 def _device_memory_nbytes() -> int:
-    if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total) // 4  # what a CPU computes on is a part of the host memory
+    """Of the GPU; 0 where there is none, and computing takes a share of the host memory."""
+    return int(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0
 
 
 def _rate(report: MemoryReport, name: str) -> float:

@@ -3,8 +3,8 @@ the meta device, where nothing is computed and no memory is taken.
 
 Operations are counted by torch's own formulas (`torch.utils.flop_counter`), a multiply-add as two; a backward is twice
 its forward, and a recomputed forward once more. Activations are the tensors that autograd saves, parameters aside. The
-meta device has no fused attention; the matrices of [sequence, sequence] that it saves instead are left out, because the
-fused kernels of CPUs and GPUs never store them.
+meta device has no fused attention and saves the matrix of [sequence, sequence] that fused kernels never store, so what
+`scaled_dot_product_attention` saves is counted as those kernels have it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.errors import ConfigError, UnsupportedModelError
@@ -28,6 +29,7 @@ from infinity.plan.reading import read_json
 from infinity.units import RESIDENT_NAME, UnitSpec, partition
 
 BACKWARD_FLOPS = 2.0  # of a forward
+_LOGSUMEXP_NBYTES = 4  # what fused attention keeps of each row of its matrix, in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class ModelPlan:
 
     @property
     def forward_flops(self) -> float:
+        """Operations of one forward of a micro-batch."""
         return sum(work.forward_flops for work in self.work.values())
 
     def step_flops(self, *, recompute: bool) -> float:
@@ -135,17 +138,20 @@ def model_plan(
         try:
             work, order = _trace(module, specs, seq, batch, activation_itemsize)
             untraced = ""
-        except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError, IndexError) as error:
+        except Exception as error:  # of any kind: the forward is the user's; the notes of the plan tell of it
             work, order = _estimate(specs, seq * batch), ()
-            first_line = str(error).strip().partition("\n")[0]
-            untraced = f"{type(error).__name__}: {first_line}"
+            untraced = f"{type(error).__name__}: {_first_line(error)}"
         return ModelPlan(name, module, specs, work, order, seq, batch, untraced)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 @contextmanager
 def _importable(source: str | GptShape) -> Iterator[None]:
     """A factory may lie in the current folder, as with `python -m`; what it imports while it is traced may too."""
-    if isinstance(source, GptShape) or ":" not in source or Path(source).exists():
+    if isinstance(source, GptShape) or ":" not in source or _is_there(Path(source)):
         yield
         return
     here = str(Path.cwd())
@@ -161,17 +167,27 @@ def _build(source: str | GptShape) -> tuple[str, nn.Module]:
     if isinstance(source, GptShape):
         return f"{source.layers} x {source.hidden} GPT", Gpt(source)
     path = Path(source)
-    if path.is_dir():
+    if _is_there(path) and path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or _is_there(path):
         return _from_hugging_face(path)
     if ":" in source:
         return source, _from_factory(source)
     raise ConfigError(f"--model {source}: allowed: a config.json, the folder of one, or MODULE:FACTORY")
 
 
+def _is_there(path: Path) -> bool:
+    """Whether there is a file or a folder; what cannot be a path, such as a very long name, is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
 def _from_hugging_face(path: Path) -> tuple[str, nn.Module]:
     settings = read_json("--model", path)
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--model {path}: this is not a config.json of Hugging Face, but a {type(settings).__name__}")
     try:
         import transformers
     except ImportError as error:
@@ -179,12 +195,28 @@ def _from_hugging_face(path: Path) -> tuple[str, nn.Module]:
     kind = settings.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(f"--model {path}: model_type {kind!r} is unknown to transformers {transformers.__version__}")
+    try:
+        made = _made_from(settings)
+    except Exception as error:  # of any kind: it is another package's, made of what the file says
+        raise ConfigError(
+            f"--model {path}: transformers {transformers.__version__} makes no model of this: "
+            f"{type(error).__name__}: {_first_line(error)}"
+        ) from error
+    return f"{kind} of {path}", made
+
+
+def _made_from(settings: Mapping[str, Any]) -> nn.Module:
+    """The model that a config.json describes: of the first class it names that transformers has, else a causal one."""
+    import transformers
+
     config = transformers.AutoConfig.for_model(**settings)
     named = [getattr(transformers, name, None) for name in settings.get("architectures") or ()]
     made = next((each(config) for each in named if each is not None), None)
     if made is None:
         made = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    return f"{kind} of {path}", made
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"architectures {settings['architectures']} are no models")
+    return made
 
 
 def _from_factory(source: str) -> nn.Module:
@@ -194,9 +226,17 @@ def _from_factory(source: str) -> nn.Module:
     except ModuleNotFoundError as error:
         looked = f"looked in the current folder {Path.cwd()}, in PYTHONPATH and among what is installed"
         raise ConfigError(f"--model {source}: cannot be imported: {error}; {looked}") from error
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--model {source}: cannot be imported: {error}") from error
-    model = factory()
+    except Exception as error:  # of any kind: the module is the user's
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        raise ConfigError(f"--model {source}: cannot be imported: {what}") from error
+    if not callable(factory):
+        raise ConfigError(f"--model {source}: is a {type(factory).__name__}; it must be a function that makes a model")
+    try:
+        model = factory()
+    except Exception as error:  # of any kind, as above
+        raise ConfigError(
+            f"--model {source}: fails with {type(error).__name__}: {_first_line(error)}; it is called without arguments"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {source}: returned a {type(model).__name__}; it must return a torch.nn.Module")
     return model
@@ -205,13 +245,14 @@ def _from_factory(source: str) -> nn.Module:
 # Tracing ------------------------------------------------------------------------------------------------------------
 
 
-class _Meter:
+class _Meter(TorchFunctionMode):
     """Charges operations and saved tensors to the unit that runs."""
 
-    def __init__(self, specs: Sequence[UnitSpec], seq: int, itemsize: int) -> None:
-        self._seq = seq
+    def __init__(self, specs: Sequence[UnitSpec], itemsize: int) -> None:
+        super().__init__()
         self._itemsize = itemsize
         self._running = [RESIDENT_NAME]
+        self._is_in_attention = False
         self._seen: set[int] = set()
         self._kept: list[torch.Tensor] = []  # ids of storages stay unique while these live
         self._parameters = {id(entry.parameter) for spec in specs for entry in spec.own}
@@ -222,6 +263,24 @@ class _Meter:
         self.counter = FlopCounterMode(display=False)
         self._counted = 0.0
 
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self._is_in_attention = True
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self._is_in_attention = False
+        if output.requires_grad:
+            for tensor in (*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs), output):
+                self.pack(tensor)
+            rows = output.numel() // max(output.shape[-1], 1)
+            self._save(rows * _LOGSUMEXP_NBYTES)
+        return output
+
     def _charge(self) -> None:
         total = float(self.counter.get_total_flops())
         name = self._running[-1]
@@ -229,30 +288,36 @@ class _Meter:
         self._counted = total
 
     def enter(self, name: str) -> None:
+        """A unit begins."""
         self._charge()
         self._running.append(name)
         self.order.append(name)
 
     def leave(self, output: Any) -> None:
+        """The unit that runs ends."""
         self._charge()
         name = self._running.pop()
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self.boundary[name] = self.boundary.get(name, 0) + sum(map(self._nbytes, tensors))
 
     def finish(self) -> None:
+        """The forward has ended."""
         self._charge()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
         storage = tensor.untyped_storage()._cdata
         base = tensor._base if tensor._base is not None else tensor
-        if tuple(tensor.shape[-2:]) == (self._seq, self._seq):
-            return tensor
-        if storage not in self._seen and id(tensor) not in self._parameters and id(base) not in self._parameters:
+        is_activation = id(tensor) not in self._parameters and id(base) not in self._parameters
+        if is_activation and storage not in self._seen and not self._is_in_attention:
             self._seen.add(storage)
             self._kept.append(tensor)
-            name = self._running[-1]
-            self.saved[name] = self.saved.get(name, 0) + self._nbytes(base)
+            self._save(self._nbytes(base))
         return tensor
+
+    def _save(self, nbytes: int) -> None:
+        name = self._running[-1]
+        self.saved[name] = self.saved.get(name, 0) + nbytes
 
     def _nbytes(self, tensor: torch.Tensor) -> int:
         """On the meta device everything computes in fp32; what a run computes in is known to the planner."""
@@ -262,7 +327,7 @@ class _Meter:
 def _trace(
     module: nn.Module, specs: Sequence[UnitSpec], seq: int, batch: int, itemsize: int
 ) -> tuple[dict[str, UnitWork], tuple[str, ...]]:
-    meter = _Meter(specs, seq, itemsize)
+    meter = _Meter(specs, itemsize)
     handles = []
     for spec in specs:
         if not spec.resident:
@@ -272,7 +337,7 @@ def _trace(
             ]
     inputs = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     try:
-        with meter.counter, torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
+        with meter, meter.counter, torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
             _forward(module, inputs)
         meter.finish()
     finally:

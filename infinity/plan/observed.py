@@ -24,7 +24,7 @@ from infinity.plan.drive_phases import INSTANT_BYTES_PER_S, fit_drives
 from infinity.plan.drives import DriveModel
 from infinity.plan.phases import Moment, fit_hand_over_s, fit_kernel_s, fit_thread_s, median_step_s, middle_steps
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
-from infinity.plan.simulate import simulate
+from infinity.plan.simulate import simulate_long
 from infinity.runtime import Runtime
 
 _MOST_CALIBRATION_STEPS = 5
@@ -128,7 +128,7 @@ class RunObserver:
         rest = moments[n_fitted:] if len(moments) > n_fitted + 1 else moments
         measured_s = median_step_s(rest)
         scenario = scenario_of_run(self._runtime, calibration, micro_batches=micro_batches, recompute=recompute)
-        step_s = simulate(scenario).step_s
+        step_s = simulate_long(scenario).step_s
         fitted_s = calibration.measured_s
         return Prediction(step_s, measured_s, step_s / fitted_s - 1, step_s / measured_s - 1, calibration)
 

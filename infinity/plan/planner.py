@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,24 +14,29 @@ from infinity.optim.hyper import StateField
 from infinity.optim.kernels import kernel_for
 from infinity.placement import Placement, make_placement, place_for_any_loop
 from infinity.plan.bounds import lower_bounds, moved_nbytes, scenario_traffic
-from infinity.plan.drives import DriveModel
+from infinity.plan.budgets import (
+    describe_device_room,
+    describe_host_room,
+    device_room_nbytes,
+    host_room_nbytes,
+    least_host_memory_nbytes,
+)
 from infinity.plan.hardware import Hardware
 from infinity.plan.model import BACKWARD_FLOPS, ModelPlan
 from infinity.plan.ranks import rank_groups
-from infinity.plan.scenario import Scenario, Speeds, UnitTime
-from infinity.plan.simulate import Simulated, simulate
+from infinity.plan.rates import rank_drive, rank_speeds
+from infinity.plan.scenario import Scenario, UnitTime
+from infinity.plan.simulate import ENOUGH_MICRO_BATCHES, MOST_MICRO_BATCHES, Simulated, simulate_long
 from infinity.plan.spread import drive_shares
 from infinity.plan.traffic import StepTraffic
 from infinity.plan.wear import DriveWear, predict_wear
-from infinity.sizes import GIB, format_minimum_nbytes, format_nbytes
+from infinity.sizes import format_nbytes, option_nbytes
 from infinity.unit_advice import unfound_units
 from infinity.units import RESIDENT_NAME
 
-_RESERVED_DEVICE_NBYTES = GIB  # context, libraries and their workspaces
-_RESERVED_HOST_NBYTES = 4 * GIB  # system, interpreter and libraries, at least
-_RESERVED_HOST_SHARE = 0.1
 _AMPLE_NBYTES = 1 << 60
-_COLLECTIVE_S = 20e-6
+_LONGEST_STEP_S = 5e5  # so that a simulation of several, each longer than its bound, stays within its clock
+_SECONDS_OF_A_DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class StepPlan:
     Attributes:
         step_s: predicted seconds of a step, never below `bound_s`.
         bounds_s: what each resource needs for a step by itself, largest first.
+        simulated: the timeline of the step, of one rank.
         traffic: NVMe bytes of one rank in closed form; the simulation moves the same.
         flops_utilisation: of the GPUs' peak, counting what the model needs (no recomputation).
         balanced_tokens: tokens of a step from which on computing takes longer than everything else, when the batch
@@ -121,12 +127,13 @@ def make_plan(request: PlanRequest, *, keep_spans: bool = False) -> StepPlan:
     """Plan one step.
 
     Raises:
-        PlacementError: it does not fit; the arithmetic and the smallest memory that works.
+        PlacementError: it does not fit; the arithmetic and the smallest memory that works. Or a step would take weeks.
     """
     rank = plan_rank(request)
     scenario = make_scenario(request, rank)
     bounds = dict(sorted(lower_bounds(scenario).items(), key=lambda item: -item[1]))
-    simulated = simulate(scenario, keep_spans=keep_spans)
+    _refuse_endless(bounds)
+    simulated = simulate_long(scenario, keep_spans=keep_spans)
     step_s = max(simulated.step_s, *bounds.values())
     tokens = request.tokens_per_step
     hardware, model = request.hardware, request.model
@@ -149,6 +156,16 @@ def make_plan(request: PlanRequest, *, keep_spans: bool = False) -> StepPlan:
         by_drive=by_drive,
         wear=predict_wear(hardware.drives, [written for _, written in by_drive], step_s),
     )
+
+
+def _refuse_endless(bounds_s: dict[str, float]) -> None:
+    """Bounds in falling order."""
+    name, bound_s = next(iter(bounds_s.items()))
+    if bound_s > _LONGEST_STEP_S:
+        raise PlacementError(
+            f"a step would take {bound_s / _SECONDS_OF_A_DAY:,.0f} days or more, by what {name} needs alone; plans end "
+            f"at {_LONGEST_STEP_S / _SECONDS_OF_A_DAY:,.1f} days. Give a faster one, or a smaller model or batch"
+        )
 
 
 def _by_drive(hardware: Hardware, read_nbytes: int, write_nbytes: int) -> list[tuple[int, int]]:
@@ -197,33 +214,38 @@ def device_budget_nbytes(request: PlanRequest) -> int:
     """
     if request.workload.device_budget_nbytes is not None:
         return request.workload.device_budget_nbytes
-    memory, activations = request.hardware.gpu.memory_nbytes, request.activation_nbytes
-    left = memory - _RESERVED_DEVICE_NBYTES - activations
-    if left <= 0:
-        hint = ""
+    room, activations = device_room_nbytes(request.hardware), request.activation_nbytes
+    if room > activations:
+        return room - activations
+    fitting = _largest_batch(request, room)
+    if fitting == 0:
+        smaller = "Even a batch of 1 needs a shorter sequence, or a device with more memory"
+    else:
+        smaller = f"Use a smaller batch ({fitting} at most) or a shorter sequence"
         if not request.workload.recompute:
-            hint = ", or recompute activations"
+            smaller += ", or recompute activations"
         elif request.workload.micro_batches < request.workload.batch:
-            hint = ", or cut the batch with --micro-batches"
-        fitting = request.workload.batch * (memory - _RESERVED_DEVICE_NBYTES) // max(activations, 1)
-        raise PlacementError(
-            f"the activations of a batch of {request.workload.batch} x {request.model.seq} tokens take "
-            f"{format_nbytes(activations)}, and {format_nbytes(_RESERVED_DEVICE_NBYTES)} are for libraries, but the "
-            f"device has {format_nbytes(memory)}. Use a smaller batch ({fitting} at most) or a shorter sequence{hint}"
-        )
-    return left
+            smaller += ", or cut the batch with --micro-batches"
+    raise PlacementError(
+        f"the activations of a batch of {request.workload.batch} x {request.model.seq} tokens take "
+        f"{format_nbytes(activations)}, and {describe_device_room(request.hardware)}. {smaller}"
+    )
+
+
+def _largest_batch(request: PlanRequest, room_nbytes: int) -> int:
+    """The largest batch of which the activations fit; 0: none does."""
+    work, model = request.workload, request.model
+    return bisect_left(
+        range(1, work.batch + 1),
+        room_nbytes,
+        key=lambda n: model.activation_nbytes(recompute=work.recompute, batches=n, slices=min(work.micro_batches, n)),
+    )
 
 
 def host_budget_nbytes(request: PlanRequest) -> int:
     """What one rank may use of the host memory of its node."""
-    if request.workload.host_budget_nbytes is not None:
-        return request.workload.host_budget_nbytes
-    memory = request.hardware.host_memory_nbytes
-    return max(memory - _reserved_host_nbytes(memory), 0) // request.hardware.gpus
-
-
-def _reserved_host_nbytes(memory_nbytes: int) -> int:
-    return max(_RESERVED_HOST_NBYTES, int(memory_nbytes * _RESERVED_HOST_SHARE))
+    given_nbytes = request.workload.host_budget_nbytes
+    return host_room_nbytes(request.hardware) if given_nbytes is None else given_nbytes
 
 
 def _told_reserve(request: PlanRequest, refused: Request) -> str:
@@ -237,12 +259,8 @@ def _told_reserve(request: PlanRequest, refused: Request) -> str:
     need_nbytes = max(placement.host_minimum_nbytes for placement in placed)
     if refused.host_budget_nbytes >= need_nbytes:
         return ""
-    memory, all_nbytes = request.hardware.host_memory_nbytes, need_nbytes * request.hardware.gpus
-    least = max(all_nbytes + _RESERVED_HOST_NBYTES, math.ceil(all_nbytes / (1 - _RESERVED_HOST_SHARE)))
-    return (
-        f"\nof {format_nbytes(memory)} of host memory {format_nbytes(_reserved_host_nbytes(memory))} are kept for the "
-        f"system, the interpreter and libraries; the smallest that works: --host-memory {format_minimum_nbytes(least)}"
-    )
+    least = option_nbytes(least_host_memory_nbytes(request.hardware, need_nbytes))
+    return f"\n{describe_host_room(request.hardware)}; the smallest that works: --host-memory {least}"
 
 
 def _schedule(workload: Workload) -> tuple[Schedule, str]:
@@ -264,10 +282,10 @@ def _drive_space(hardware: Hardware) -> int | None:
 
 def _refuse_without_drives(placement: Placement, hardware: Hardware) -> None:
     if placement.nvme_nbytes and not hardware.drives:
-        need = (placement.host_budget_nbytes + placement.nvme_nbytes) * hardware.gpus / (1 - _RESERVED_HOST_SHARE)
+        need = least_host_memory_nbytes(hardware, placement.host_budget_nbytes + placement.nvme_nbytes)
         raise PlacementError(
             f"{format_nbytes(placement.nvme_nbytes * hardware.gpus)} do not fit in host memory and there is no drive. "
-            f"Add --drive, or host memory: about {format_nbytes(int(need))} hold everything"
+            f"Add --drive, or host memory: about {format_nbytes(need)} hold everything"
         )
 
 
@@ -286,6 +304,11 @@ def _notes(request: PlanRequest) -> tuple[str, ...]:
             f"the forward of this model could not be followed for --seq {model.seq} ({model.untraced}): "
             "2 operations per parameter and token are assumed, and "
             "activations are not counted"
+        )
+    if request.workload.accumulate > MOST_MICRO_BATCHES:
+        notes.append(
+            f"of {request.workload.accumulate} batches of a step the first {ENOUGH_MICRO_BATCHES} are simulated; each "
+            "of the others takes what the last of these adds"
         )
     if (unfound := unfound_units(model.module, model.specs)) is not None:
         notes.append(unfound)
@@ -307,65 +330,23 @@ def make_scenario(request: PlanRequest, rank: RankPlan) -> Scenario:
         fields=rank.fields,
         placement=rank.placement,
         times=_times(request, rank.units),
-        speeds=_speeds(hardware),
-        drives=[_share(drive.model, hardware.gpus) for drive in hardware.drives],
+        speeds=rank_speeds(hardware),
+        drives=[rank_drive(drive.model, hardware.gpus) for drive in hardware.drives],
         micro_batches=request.workload.accumulate,
         order=order if set(order) == streamed else (),
     )
 
 
 def _times(request: PlanRequest, units: Sequence[Unit]) -> dict[int, UnitTime]:
+    """Seconds of each unit; what lies outside of all units counts to the resident one, or to the last."""
     model, workload, flops_per_s = request.model, request.workload, request.hardware.flops_per_s
     backward = BACKWARD_FLOPS + workload.recompute
     overhead_s = request.hardware.unit_s * workload.micro_batches
     seconds = {unit.index: 0.0 for unit in units}
     last = units[-1].index
+    by_name = {unit.name: unit.index for unit in units}
+    by_name[RESIDENT_NAME] = next((unit.index for unit in units if unit.resident), last)
     for name, work in model.work.items():
-        index = next((unit.index for unit in units if unit.name == name), last)
-        if name == RESIDENT_NAME:
-            index = next((unit.index for unit in units if unit.resident), last)
+        index = by_name.get(name, last)
         seconds[index] += work.forward_flops * workload.batch / flops_per_s + overhead_s
     return {index: UnitTime(each, each * backward) for index, each in seconds.items()}
-
-
-def _speeds(hardware: Hardware) -> Speeds:
-    gather = _collective_bytes_per_s(hardware)
-    return Speeds(
-        h2d_bytes_per_s=hardware.link_bytes_per_s,
-        d2h_bytes_per_s=hardware.link_bytes_per_s,
-        kernel_s=hardware.optimizer_s,
-        is_async=hardware.has_gpu,
-        gather_bytes_per_s=gather,
-        reduce_bytes_per_s=gather,
-        collective_s=_COLLECTIVE_S if hardware.ranks > 1 else 0.0,
-        dram_bytes_per_s=hardware.dram_bytes_per_s / hardware.gpus,
-        hand_over_s=hardware.hand_over_s,
-        kernel_loss=hardware.kernel_loss,
-    )
-
-
-def _collective_bytes_per_s(hardware: Hardware) -> float | None:
-    """Rate of an all-gather or reduce-scatter of a whole unit: the slower of the way inside and between nodes.
-
-    In a ring each rank takes in (N - 1) / N of the whole; between nodes each node takes in its part once.
-    """
-    ranks, nodes = hardware.ranks, hardware.nodes
-    if ranks == 1:
-        return None
-    peer = hardware.gpu.peer_bytes_per_s or hardware.link_bytes_per_s
-    inside_s = (ranks - 1) / ranks / peer if hardware.gpus > 1 else 0.0
-    between_s = (nodes - 1) / nodes / hardware.network_bytes_per_s
-    return 1.0 / max(inside_s, between_s)
-
-
-def _share(model: DriveModel, gpus: int) -> DriveModel:
-    """What each of several ranks that behave alike gets of a drive."""
-    if gpus == 1:
-        return model
-    return replace(
-        model,
-        read_bytes_per_s=model.read_bytes_per_s / gpus,
-        write_bytes_per_s=model.write_bytes_per_s / gpus,
-        slc_nbytes=model.slc_nbytes / gpus,
-        slc_write_bytes_per_s=model.slc_write_bytes_per_s / gpus,
-    )

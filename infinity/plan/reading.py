@@ -23,7 +23,7 @@ def read_json(option: str, path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{option} {path}: not valid JSON: {error}") from error
 
 

@@ -30,13 +30,18 @@ def plan_json(plan: StepPlan) -> dict[str, Any]:
             * request.workload.accumulate,
             "activation_bytes": request.activation_nbytes,
         },
-        "hardware": asdict(request.hardware) | {"description": request.hardware.describe()},
+        "hardware": asdict(request.hardware)
+        | {
+            "description": request.hardware.describe(),
+            "device_memory_nbytes": request.hardware.device_memory_nbytes,
+        },
         "workload": {
             "seq": request.model.seq,
             "batch": request.workload.batch,
             "accumulate": request.workload.accumulate,
             "micro_batches": request.workload.micro_batches,
             "precision": request.workload.precision.value,
+            "state_format": request.workload.state_format.value,
             "recompute": request.workload.recompute,
             "ranks": request.hardware.ranks,
             "tokens_per_step": request.tokens_per_step,
@@ -100,8 +105,10 @@ def change_json(change: Change, base: StepPlan | None = None) -> dict[str, Any]:
 
 
 def sweep_json(swept: Sweep) -> dict[str, Any]:
+    """Every point of a sweep."""
     return {"name": swept.name, "points": [change_json(point) for point in swept.points]}
 
 
 def stages_json(rows: Sequence[StageRow]) -> list[dict[str, Any]]:
+    """The rows of the comparison; bytes of one rank, and numbers that it sends."""
     return [asdict(row) for row in rows]

@@ -27,6 +27,7 @@ class UnitTime:
     backward_s: float
 
     def of(self, phase: Phase) -> float:
+        """Of one direction."""
         return self.forward_s if phase is Phase.FORWARD else self.backward_s
 
 

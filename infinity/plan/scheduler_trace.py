@@ -7,6 +7,7 @@ the training thread worked in each use, as measured, and what the drives did. A 
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -84,6 +85,17 @@ class SchedulerTrace:
     calibration: Calibration
     measured_s: float
     traffic: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if not (0 < self.measured_s < math.inf and self.micro_batches > 0):
+            raise ValueError(f"{self.measured_s} s a step of {self.micro_batches} micro-batches")
+        groups, units = set(range(len(self.groups))), set(range(len(self.units)))
+        streamed = {index for index, unit in enumerate(self.units) if not unit.resident}
+        named = {number for unit in self.units for number in unit.groups}
+        if not named <= groups or not {number for group in self.groups for number in group.units} <= units:
+            raise ValueError("units and groups do not belong together")
+        if len(set(self.order)) != len(self.order) or not set(self.order) <= streamed:
+            raise ValueError("the order names a unit twice, or one that is not gathered")
 
     def scenario(self, drives: Sequence[DriveModel] = ()) -> Scenario:
         """What the simulator replays. `drives` go in the place of those of the run."""

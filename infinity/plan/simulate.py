@@ -8,7 +8,7 @@ in place of work.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from infinity.plan.scenario import Scenario
@@ -18,6 +18,8 @@ from infinity.plan.training_thread import TrainingThread
 from infinity.plan.virtual import PlanLoop
 from storage.types import Op
 
+ENOUGH_MICRO_BATCHES = 4  # micro-batches, after which each is like the one before
+MOST_MICRO_BATCHES = 8  # that are all simulated; two runs of fewer cost as much
 _STEPS = 4  # the first ones fill what a step finds; the last one is the answer
 
 
@@ -61,6 +63,44 @@ def simulate(scenario: Scenario, *, steps: int = _STEPS, is_last: bool = False, 
     """
     with asyncio.Runner(loop_factory=partial(PlanLoop, scenario.speeds.hand_over_s)) as runner:
         return runner.run(_run(scenario, steps, is_last=is_last, keep_spans=keep_spans))
+
+
+def simulate_long(scenario: Scenario, *, keep_spans: bool = False) -> Simulated:
+    """The same for any number of micro-batches: of very many only the first are simulated.
+
+    From the third on each finds what the one before it found, and adds the same: seconds, bytes and waits. The spans
+    and transfers are of those that were simulated.
+    """
+    count = scenario.micro_batches
+    if count <= MOST_MICRO_BATCHES:
+        return simulate(scenario, keep_spans=keep_spans)
+    fewer = simulate(replace(scenario, micro_batches=ENOUGH_MICRO_BATCHES - 1))
+    few = simulate(replace(scenario, micro_batches=ENOUGH_MICRO_BATCHES), keep_spans=keep_spans)
+    return _continued(fewer, few, count - ENOUGH_MICRO_BATCHES)
+
+
+def _continued(fewer: Simulated, few: Simulated, more: int) -> Simulated:
+    """A step of as many micro-batches as `few` has and so many `more`, each adding what `few` has over `fewer`."""
+
+    def on(before: float, after: float) -> float:
+        return after + more * max(after - before, 0.0)
+
+    def on_all(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+        return {name: on(before.get(name, 0.0), seconds) for name, seconds in after.items()}
+
+    longer_s = on(fewer.step_s, few.step_s) - few.step_s
+    return replace(
+        few,
+        step_s=few.step_s + longer_s,
+        steps_s=[end_s + longer_s * number for number, end_s in enumerate(few.steps_s, 1)],
+        end_s=few.end_s + longer_s * len(few.steps_s),
+        stalls_s=on_all(fewer.stalls_s, few.stalls_s),
+        compute_s=on(fewer.compute_s, few.compute_s),
+        busy_s=on_all(fewer.busy_s, few.busy_s),
+        read_nbytes=few.read_nbytes + more * (few.read_nbytes - fewer.read_nbytes),
+        write_nbytes=few.write_nbytes + more * (few.write_nbytes - fewer.write_nbytes),
+        traffic={kind: n + more * (n - fewer.traffic.get(kind, 0)) for kind, n in few.traffic.items()},
+    )
 
 
 async def _run(scenario: Scenario, steps: int, *, is_last: bool, keep_spans: bool) -> Simulated:

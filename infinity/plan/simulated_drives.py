@@ -20,6 +20,7 @@ from storage.ordering import Operation
 from storage.types import Op, TrafficTag
 
 _RESOLUTION_S = 1e-9  # a transfer that would end within this has ended
+_RESOLUTION = 2.0**-50  # the same in parts of the time that has passed, of which a float holds 53 bits
 
 
 class _Piece:
@@ -101,10 +102,10 @@ class DriveServer:
     def _tick(self) -> None:
         self._timer = None
         self._advance()
-        ended = []
+        ended, resolution_s = [], max(_RESOLUTION_S, self._since_s * _RESOLUTION)
         for op, rate in self._rates.items():
             queue = self._queues[op]
-            if rate and queue[0][2].remaining <= rate * _RESOLUTION_S:
+            if rate and queue[0][2].remaining <= rate * resolution_s:
                 ended.append(heapq.heappop(queue)[2])
         self._reschedule()
         for piece in ended:

@@ -30,7 +30,7 @@ class TrainingThread:
         self._device = DeviceMemory(self.machinery.device, self.time)
         self._passage = PassageFlow(scenario, self.machinery, self.time)
         self._gradients = GradientFlow(scenario, self.machinery, self._device, self._passage, self.time)
-        self._busy_before: dict[str, float] = {}
+        self._busy_before: dict[str, list[float]] = {}
 
     # One step --------------------------------------------------------------------------------------------------
 
@@ -178,8 +178,12 @@ class TrainingThread:
     # Looking ---------------------------------------------------------------------------------------------------
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds of this step in which each resource worked."""
-        return {name: s - self._busy_before.get(name, 0.0) for name, s in self.machinery.busy_s().items()}
+        """Seconds of this step in which each resource worked; of several drives the one that worked longest."""
+        busy = {}
+        for name, each in self.machinery.busy_s().items():
+            before = self._busy_before[name]
+            busy[name] = max((now_s - then_s for now_s, then_s in zip(each, before, strict=True)), default=0.0)
+        return busy
 
     def spans_since(self, start_s: float) -> list[Span]:
         """Everything on the timeline that had not ended at `start_s`, in order of time."""

@@ -21,6 +21,7 @@ _Ts = TypeVarTuple("_Ts")
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # named by Python since 3.13; this is Linux's value
 _GROWTH_NBYTES = 1 << 30
+_LIMIT_S = 1.6e7  # of simulated time; where a float holds no nanoseconds, timers of a loop are never due
 
 
 class VirtualWorker(Executor):
@@ -89,7 +90,7 @@ class PlanLoop(VirtualTimeLoop):
     """
 
     def __init__(self, hand_over_s: float = 0.0) -> None:
-        super().__init__()
+        super().__init__(limit_s=_LIMIT_S)
         self.hand_over_s = hand_over_s
         self.at_work: VirtualWorker | None = None
 
@@ -118,6 +119,7 @@ class VirtualFence:
 
     @property
     def done(self) -> bool:
+        """Whether that time has come."""
         return self._loop.time() >= self.ready_s
 
     def wait(self, timeout_s: float | None = None) -> None:

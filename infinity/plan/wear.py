@@ -9,6 +9,7 @@ from infinity.plan.hardware import Drive
 from infinity.sizes import format_nbytes
 
 _SECONDS_OF_A_DAY = 86_400.0
+_FILLS_SHARE = 0.99  # of what a cache drains in a step: as much fills it, sooner or later
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,18 @@ def _wear(drive: Drive, written_nbytes: int, step_s: float) -> DriveWear:
     steps = steps_to_rating(drive, written_nbytes)
     days = steps * step_s / _SECONDS_OF_A_DAY if steps is not None else None
     share = 1000 / steps if steps is not None else None
-    return DriveWear(drive.name, written_nbytes, share, steps, days, _warning(drive, written_nbytes))
+    return DriveWear(drive.name, written_nbytes, share, steps, days, _warning(drive, written_nbytes, step_s))
 
 
-def _warning(drive: Drive, written_nbytes: int) -> str:
-    slc = drive.model.slc_nbytes
-    if slc and written_nbytes > slc:
-        return (
-            f"a step writes {format_nbytes(written_nbytes)}, more than the fast cache of "
-            f"{format_nbytes(int(slc))}: the drive falls to {drive.model.write_bytes_per_s / 1e9:.1f} GB/s"
-        )
+def _warning(drive: Drive, written_nbytes: int, step_s: float) -> str:
+    """What a fast cache does not take, of one step or of many."""
+    cache_nbytes, drained_bytes_per_s = drive.model.slc_nbytes, drive.model.write_bytes_per_s
+    if not cache_nbytes:
+        return ""
+    cache = f"the fast cache of {format_nbytes(int(cache_nbytes))}"
+    falls = f"the drive falls to {drained_bytes_per_s / 1e9:.1f} GB/s"
+    if written_nbytes > cache_nbytes:
+        return f"a step writes {format_nbytes(written_nbytes)}, more than {cache}: {falls}"
+    if written_nbytes >= drained_bytes_per_s * step_s * _FILLS_SHARE:
+        return f"steps write as fast as {cache} is drained, so it fills up: {falls}"
     return ""

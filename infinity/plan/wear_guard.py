@@ -13,7 +13,7 @@ from infinity.config import WearAction, WearBudget
 from infinity.plan.drive_counters import DriveCount, count_written
 from infinity.plan.ledger import LedgerError, WearLedger, today
 from infinity.sizes import format_nbytes
-from storage.devices import identify_device
+from storage.devices import describe_device, identify_device
 from storage.store import ShardStore
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ class WearReport:
     """What one device took in during a run.
 
     Attributes:
+        device: by which the ledger knows it, the same from boot to boot.
+        name: for people.
         written_nbytes: by this run, as its store counted.
         drive_nbytes: by everybody meanwhile, as the drive counted; None where it cannot be read.
         source: of `drive_nbytes`, or why there is none.
@@ -43,6 +45,7 @@ class WearReport:
     """
 
     device: str
+    name: str
     written_nbytes: int
     drive_nbytes: int | None
     source: str
@@ -62,9 +65,9 @@ class WearReport:
         own = f"{format_nbytes(self.written_nbytes)} written by the steps"
         total = "" if self.ledger_nbytes is None else f"; {format_nbytes(self.ledger_nbytes)} by all runs so far"
         if self.drive_nbytes is None:
-            return f"{self.device}: {own}{total}; not checked against the drive: {self.source}"
+            return f"{self.name}: {own}{total}; not checked against the drive: {self.source}"
         verdict = "" if self.is_plausible else ", which is LESS: the drive counts otherwise, or its counter is wrong"
-        return f"{self.device}: {own}, {format_nbytes(self.drive_nbytes)} by {self.source}{verdict}{total}"
+        return f"{self.name}: {own}, {format_nbytes(self.drive_nbytes)} by {self.source}{verdict}{total}"
 
 
 class WearGuard:
@@ -75,6 +78,7 @@ class WearGuard:
         written: bytes that this run has written so far, by device.
         budget: of each drive; None: only count.
         drives: what each device counts by itself, now.
+        names: of the devices, for people; those that are not there are called what the ledger calls them.
         entered: what of `written` is in the ledger already, by device; kept up to date. Guards of the same store share
             it, so that nothing is counted twice.
         now_s, day: the time, in seconds from any moment, and the day in UTC.
@@ -88,6 +92,7 @@ class WearGuard:
         action: WearAction,
         *,
         drives: Callable[[], Mapping[str, DriveCount]] = dict,
+        names: Mapping[str, str] | None = None,
         entered: dict[str, int] | None = None,
         now_s: Callable[[], float] = time.monotonic,
         day: Callable[[], str] = today,
@@ -99,6 +104,7 @@ class WearGuard:
         self._now_s = now_s
         self._day = day
         self._drives = drives
+        self._names = {} if names is None else names
         self._drives_before = drives()
         self._noted = {} if entered is None else entered  # at first nothing: what initialisation wrote is entered too
         self._started = dict(written())
@@ -122,7 +128,8 @@ class WearGuard:
             return {device: count_written(Path(directory)) for directory, device in devices.items()}
 
         entered = None if store is None else store.entered_nbytes
-        return cls(WearLedger(), written, budget, action, drives=drives, entered=entered)
+        names = {device: describe_device(Path(directory)) for directory, device in devices.items()}
+        return cls(WearLedger(), written, budget, action, drives=drives, names=names, entered=entered)
 
     def report(self) -> list[WearReport]:
         """What each device took in since the guard was made, by the run's own count and by the drive's."""
@@ -136,8 +143,11 @@ class WearGuard:
                 if before_count.nbytes is not None and count.nbytes is not None:
                     drive_nbytes = count.nbytes - before_count.nbytes
             own = nbytes - self._started.get(device, 0)
-            reports.append(WearReport(device, own, drive_nbytes, source, self._in_all(device)))
+            reports.append(WearReport(device, self._name(device), own, drive_nbytes, source, self._in_all(device)))
         return reports
+
+    def _name(self, device: str) -> str:
+        return self._names.get(device, device)
 
     def _in_all(self, device: str) -> int | None:
         try:
@@ -188,7 +198,7 @@ class WearGuard:
             return Verdict()
         span = " today" if budget.is_per_day else ""
         text = (
-            f"{format_nbytes(used)} have been written to {device}{span}; the wear budget is "
+            f"{format_nbytes(used)} have been written to {self._name(device)}{span}; the wear budget is "
             f"{format_nbytes(budget.nbytes)}{' a day' if budget.is_per_day else ''}"
         )
         message = "" if (device, day) in self._told else text
@@ -203,7 +213,7 @@ class WearGuard:
         if not pause_s or (device, "slow") in self._told:
             return Verdict(pause_s)
         self._told.add((device, "slow"))
-        text = f"pausing between steps: the wear budget of {device} is {format_nbytes(budget.nbytes)} a day"
+        text = f"pausing between steps: the wear budget of {self._name(device)} is {format_nbytes(budget.nbytes)} a day"
         return Verdict(pause_s, message=text)
 
     @staticmethod

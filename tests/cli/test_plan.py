@@ -103,9 +103,10 @@ def test_the_reserve_of_host_memory_is_told_and_the_least_memory_works() -> None
     assert code == 2
     told = " ".join(error.split())
     assert "of 3 GiB of host memory 4 GiB are kept for the system, the interpreter and libraries" in told
-    found = re.search(r"the smallest that works: --host-memory ([\d.]+) ([KMG]iB)", told)
+    found = re.search(r"the smallest that works: --host-memory ([\d.]+)([KMG]iB)", told)
     assert found is not None
     assert found[2] == "GiB" and 4 < float(found[1]) < 5
+    assert found[0].endswith(found[1] + found[2])  # to be pasted
     code, _, error = call(*few, found[1] + found[2])
     assert code == 0, error
 
@@ -179,6 +180,22 @@ def test_a_cluster_of_64_nodes_and_ten_trillion_parameters_is_planned(tmp_path: 
         (("--search", "--trace", "t.json"), "--trace shows one step"),
         (("--json", "no/such/folder/plan.json"), "a folder that exists"),
         (("--dram", "-1"), "greater than 0"),
+        (("--dram", "nan"), "greater than 0"),
+        (("--dram", "inf"), "greater than 0"),
+        (("--network", "1e308"), "greater than 0"),
+        (("--link", "0"), "greater than 0"),
+        (("--efficiency", "nan"), "--efficiency"),
+        (("--device-memory", "0"), "greater than 0"),
+        (("--host-memory", "0B"), "greater than 0"),
+        (("--drive", "nan:nan"), "must be positive"),
+        (("--sweep", "drives=1..x"), "'x' is not a whole number"),
+        (("--sweep", "gpus=0..4"), "must be positive"),
+        (("--search", "--sweep", "drives=1..2"), "--search and --sweep: each shows something of its own"),
+        (("--calibrate", "--stages"), "--calibrate and --stages"),
+        (("--calibrate", "--html", "page.html"), "leave out --calibrate"),
+        (("--calibrate", "--trace", "t.json"), "leave out --calibrate"),
+        (("--nvme", "."), "names what --calibrate measures"),
+        (("--model", "a:b", "--layers", "4", "--heads", "2"), "has sizes of its own; leave out --layers, --heads"),
     ],
 )
 def test_bad_usage_is_refused(arguments: tuple[str, ...], message: str) -> None:

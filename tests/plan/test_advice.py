@@ -13,7 +13,8 @@ from infinity.config import Precision, Schedule
 from infinity.errors import PlacementError
 from infinity.models.gpt import GptShape
 from infinity.plan.advice import nearest_that_works, search, sweep, what_to_change
-from infinity.plan.hardware import Hardware, gpu_named, parse_drives
+from infinity.plan.drives import DriveModel
+from infinity.plan.hardware import Drive, Hardware, gpu_named, parse_drives
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, Workload, make_plan
 from infinity.sizes import GIB, MIB
@@ -38,8 +39,8 @@ def request(
     [
         (request(device_nbytes=1024 * MIB + 64 * MIB, drive="3:2", batch=64), r"--batch \d+ --recompute"),
         (request(host_nbytes=4 * GIB + 64 * MIB, drive="3:2:400MB"), r"\d more of drive 3:2 GB/s"),
-        (request(host_nbytes=4 * GIB), r"--host-memory 8 GiB"),
-        (request(device_nbytes=512 * MIB, host_nbytes=4 * GIB), r"--device-memory \d+ (MiB|GiB) --host-memory 8 GiB.*"),
+        (request(host_nbytes=4 * GIB), r"--host-memory 8GiB"),
+        (request(device_nbytes=512 * MIB, host_nbytes=4 * GIB), r"--device-memory \d+(MiB|GiB) --host-memory 8GiB.*"),
     ],
 )
 def test_the_nearest_plan_is_the_least_change(wanted: PlanRequest, expected: str) -> None:
@@ -48,6 +49,34 @@ def test_the_nearest_plan_is_the_least_change(wanted: PlanRequest, expected: str
     nearest = nearest_that_works(wanted)
     assert nearest is not None and nearest.plan is not None
     assert re.fullmatch(expected, nearest.what), nearest.what
+
+
+def test_a_cache_does_not_carry_steps_that_follow_each_other() -> None:
+    """Three steps fit into it, so that they were predicted with its rate; a run has thousands."""
+    least = int(model().parameters * 5)
+    drive = DriveModel(7e9, 0.2e9, duplex=1.0, slc_nbytes=100e9, slc_write_bytes_per_s=5e9)
+    wanted = request(drive="7:5", host_budget_nbytes=least)
+    cached = replace(wanted, hardware=replace(wanted.hardware, drives=(Drive("cached", drive),)))
+    plan = make_plan(cached)
+    _, written = plan.by_drive[0]
+    assert 0 < written < drive.slc_nbytes / 4
+    assert plan.step_s >= written / drive.write_bytes_per_s * 0.999
+    assert "fills up" in plan.wear[0].warning
+
+
+def test_steps_of_days_are_planned_and_of_weeks_refused() -> None:
+    least = int(model().parameters * 5)
+    slow = make_plan(request(drive="3e-6:3e-6", host_budget_nbytes=least))
+    assert slow.step_s > 1e5 and slow.simulated.end_s > 5e5
+    with pytest.raises(PlacementError, match=r"would take [\d,]+ days or more, by what nvme needs alone"):
+        make_plan(request(drive="1e-8:1e-8", host_budget_nbytes=least))
+
+
+def test_batches_of_any_size_are_searched() -> None:
+    """By the divisors of the tokens, not by every number below."""
+    found = search(request(drive="3:2", batch=10**12 + 39))  # a prime
+    assert all(change.plan is None for change in found)
+    assert len(found) == 10
 
 
 def test_slices_of_one_batch_read_less_than_batches_that_are_added_up() -> None:

@@ -86,6 +86,47 @@ def test_damage_is_told_and_what_can_be_used_is(tmp_path: Path, caplog: pytest.L
         file.load()
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("alone.flops_per_s", 0.0, "flops_per_s is 0.0"),
+        ("alone.link_bytes_per_s", -1.0, "link_bytes_per_s is -1.0"),
+        ("alone.copy_bytes_per_s", float("nan"), "copy_bytes_per_s is nan"),
+        ("alone.unit_s", -1.0, "unit_s is -1.0"),
+        ("alone.drives", {"/a": {"read_bytes_per_s": 0, "write_bytes_per_s": 1}}, "rates must be positive"),
+        ("corrections.read", 0.0, "read is 0.0"),
+        ("corrections.compute", float("inf"), "compute is inf"),
+        ("machine", {}, "memory_bytes of the machine is None"),
+        ("hand_over_s", -1.0, "hand_over_s"),
+        ("residuals", [{"what": "x", "predicted_s": 1, "measured_s": 0, "made": ""}], "greater than 0"),
+    ],
+)
+def test_figures_that_nothing_can_be_planned_with_are_refused(
+    tmp_path: Path, path: str, value: object, message: str
+) -> None:
+    file = CalibrationFile(describe_machine(), tmp_path)
+    file.save(calibration())
+    content = json.loads(file.path.read_text())
+    *folders, last = path.split(".")
+    place = content
+    for name in folders:
+        place = place[name]
+    place[last] = value
+    file.path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message) as refused:
+        file.load()
+    assert "run `infinity plan --calibrate` again" in str(refused.value)
+
+
+def test_predictions_that_are_no_text_any_more_do_not_hinder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = CalibrationFile(describe_machine(), tmp_path)
+    saved = calibration()
+    file.save(saved)
+    (tmp_path / f"{file.path.stem}.residuals.jsonl").write_bytes(b"\xff\xfe\x00\n")
+    assert file.load() == saved
+    assert any("damaged line" in message for message in caplog.messages)
+
+
 def test_a_machine_is_known_by_what_it_is_and_not_by_its_load() -> None:
     machine = describe_machine()
     assert machine_id(machine) == machine_id(machine | {"load": 99.0, "infinity": "9.9"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from typing import Any
 
@@ -70,6 +71,19 @@ def test_no_mix_is_faster_than_its_bound(read_share: float, duplex: float) -> No
         assert took_s >= model.seconds(read_nbytes, write_nbytes) * (1 - 1e-6)
 
 
+def test_transfers_end_at_any_time_that_a_plan_may_reach() -> None:
+    """Where a float holds no nanoseconds any more, what was left of a transfer took no time, for ever."""
+
+    async def main() -> float:
+        store = drives(DriveModel(3 * GB, 0.7 * GB, duplex=0.3), nbytes=GB // 7)
+        await asyncio.sleep(1.2345e7)
+        start_s = now_s()
+        await moved(store, *[(op, key, GB // 7) for key in "abcd" for op in (Op.READ, Op.WRITE)])
+        return now_s() - start_s
+
+    assert 0.5 < run(main()) < 5.0
+
+
 def test_two_drives_add_up_also_when_one_is_slow() -> None:
     fast, slow = DriveModel(4 * GB, 4 * GB, latency_s=0.0), DriveModel(GB, GB, latency_s=0.0)
     assert run(moved(drives(fast, slow), (Op.READ, "a", GB))) == pytest.approx(1 / 5, rel=1e-3)  # cut at 256 KiB
@@ -135,6 +149,12 @@ def test_a_full_cache_makes_writes_slow_and_drains_meanwhile() -> None:
     assert run(moved(drives(model), *[(Op.WRITE, key, GB) for key in "ab"])) == pytest.approx(1.0 + 10.0)
 
 
+def test_a_cache_does_not_make_steps_without_end_faster() -> None:
+    model = DriveModel(GB, 1e8, latency_s=0.0, slc_nbytes=9e8, slc_write_bytes_per_s=1e9)
+    assert run(moved(drives(model), (Op.WRITE, "a", GB // 2))) == pytest.approx(0.5)
+    assert model.seconds(0, GB // 2) == pytest.approx(5.0)  # what goes into the cache has to leave it
+
+
 def test_a_cache_recovers_while_nothing_is_written() -> None:
     model = DriveModel(GB, 1e8, latency_s=0.0, slc_nbytes=9e8, slc_write_bytes_per_s=1e9)
 
@@ -177,8 +197,15 @@ def test_bytes_are_counted_by_direction_kind_and_step() -> None:
         {"latency_s": -1.0},
         {"duplex": 1.5},
         {"read_share": 0.0},
+        {"read_bytes_per_s": math.nan},
+        {"write_bytes_per_s": math.inf},
+        {"latency_s": math.nan},
+        {"slc_nbytes": 1.0},
+        {"slc_nbytes": -1.0, "slc_write_bytes_per_s": 2.0},
+        {"slc_nbytes": 1.0, "slc_write_bytes_per_s": 0.5},
+        {"slc_nbytes": 1.0, "slc_write_bytes_per_s": math.inf},
     ],
 )
 def test_models_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"must be|not negative"):
+    with pytest.raises(ValueError, match=r"must be|must take|not negative"):
         DriveModel(**({"read_bytes_per_s": 1.0, "write_bytes_per_s": 1.0} | wrong))

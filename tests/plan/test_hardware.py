@@ -10,6 +10,7 @@ import pytest
 
 from infinity.errors import ConfigError
 from infinity.plan.hardware import (
+    CPU,
     DRIVES,
     GPUS,
     Hardware,
@@ -50,6 +51,14 @@ def test_several_drives_and_names() -> None:
         ("1:1:4T", "unknown unit"),
         ("1:1:4TB:1TB:1", "too many parts"),
         ("0x7:3", "allowed: READ:WRITE"),
+        ("nan:3", "must be positive"),
+        ("7:inf", "must be positive"),
+        ("1e300:1", "must be positive"),
+        ("-7:3", "must be positive"),
+        ("7:", "could not convert"),
+        (":", "could not convert"),
+        ("99999999999x7:3", "1024 drives at most"),
+        ("", "allowed: READ:WRITE"),
     ],
 )
 def test_drives_that_are_not_understood(text: str, message: str) -> None:
@@ -65,6 +74,8 @@ def test_a_link_is_a_rate_or_a_name() -> None:
         ("pcie6", "allowed: GB/s such as 25, or pcie3-x16"),
         ("0", "greater than 0"),
         ("nan", "than 0"),
+        ("inf", "than 0"),
+        ("1e300", "than 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             parse_link(text)
@@ -102,6 +113,12 @@ def test_a_bench_file_gives_drives_optimizer_and_memory(tmp_path: Path) -> None:
     assert hardware.dram_bytes_per_s == 2e10  # each byte is read and written
 
 
+def test_a_cpu_has_its_share_of_the_memory_that_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"jobs": [], "machine": {"memory_bytes": 8 * GIB}}))
+    assert from_bench(path, Hardware(CPU, (), 64 * GIB, has_gpu=False)).device_memory_nbytes == 2 * GIB
+
+
 def test_a_drive_that_reads_and_writes_at_full_rate_together_is_duplex(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     path.write_text(json.dumps({"jobs": [job("/a", 3e9, 0), job("/a", 0, 1e9), job("/a", 3e9, 1e9)]}))
@@ -118,7 +135,14 @@ def test_a_drive_that_reads_and_writes_at_full_rate_together_is_duplex(tmp_path:
         ("[]", "bench tier"),
         ('{"jobs": [{"read": {}}]}', "KeyError: 'job options'"),
         ('{"jobs": 1}', "TypeError"),
-        ('{"jobs": [], "memory": {"rates": [{"name": "AdamW bf16", "alone": {"median": 0}}]}}', "ZeroDivisionError"),
+        ('{"jobs": [], "memory": {"rates": [{"name": "AdamW bf16", "alone": {"median": 0}}]}}', "AdamW bf16 is 0"),
+        ('{"jobs": [], "memory": {"rates": [{"name": "host to device", "alone": {"median": 0}}]}}', "device is 0"),
+        ('{"jobs": [], "memory": {"rates": [{"name": "host memory copy", "alone": {"median": NaN}}]}}', "copy is nan"),
+        ('{"jobs": [], "memory": {"rates": ["AdamW bf16"]}}', "bench tier"),
+        ('{"jobs": [], "memory": [1]}', "AttributeError"),
+        ('{"jobs": [], "machine": {"memory_bytes": -1}}', "memory_bytes is -1"),
+        ('{"jobs": [], "machine": {"memory_bytes": 1e999}}', "memory_bytes is inf"),
+        ('{"jobs": ["a"]}', "TypeError"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -66,6 +67,59 @@ def test_saved_activations_are_what_autograd_keeps() -> None:
     assert plan.activation_nbytes(recompute=True) < plan.activation_nbytes(recompute=False)
 
 
+@pytest.mark.parametrize("hidden", [32, 128])
+def test_activations_count_also_where_they_are_as_large_as_the_matrix_of_attention(hidden: int) -> None:
+    """With as many channels, or channels of a head, as tokens, they were taken for what fused kernels do not store."""
+    tokens = 32
+    shape = GptShape(layers=2, hidden=hidden, heads=4, seq=tokens)
+    square, shorter = (
+        planned(shape, seq=seq, batch=1).activation_nbytes(recompute=False) / seq for seq in (tokens, tokens - 1)
+    )
+    assert square == pytest.approx(shorter, rel=0.01)
+
+
+class _Eager(nn.Module):
+    """Attention by itself, which keeps its matrix for the backward."""
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        self.embedding, self.project = nn.Embedding(16, 24), nn.Linear(8, 24)
+        self.is_fused = is_fused
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.embedding(tokens).view(1, 1, -1, 24).split(8, dim=-1)
+        if self.is_fused:
+            return self.project(nn.functional.scaled_dot_product_attention(q, k, v))
+        return self.project(torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v)
+
+
+def test_only_fused_attention_keeps_no_matrix(factories: ModuleType) -> None:
+    kept = []
+    for is_fused in (True, False):
+        factories.make = partial(_Eager, is_fused=is_fused)  # type: ignore[attr-defined]
+        plan = planned("plan_factories:make", seq=64, batch=1)
+        assert plan.is_traced, plan.untraced
+        kept.append(plan.activation_nbytes(recompute=False))
+    assert kept[1] - kept[0] == pytest.approx(64 * 64 * 4, rel=0.1)  # as of one softmax; the other keeps rows of it
+
+
+def test_a_forward_that_refuses_a_sequence_is_estimated(factories: ModuleType) -> None:
+    """With an assertion, as many models have it; the plan failed with it."""
+
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            assert tokens.shape[1] <= 16, "longer than its block size"
+            return tokens
+
+    factories.make = Short  # type: ignore[attr-defined]
+    assert planned("plan_factories:make").untraced == "AssertionError: longer than its block size"
+    assert planned("plan_factories:make", seq=16).is_traced
+
+
 def test_activations_scale_with_the_size_of_their_numbers_and_the_batch() -> None:
     half, more = planned(SHAPE, itemsize=2), planned(SHAPE, batch=4)
     whole = planned(SHAPE)
@@ -115,10 +169,18 @@ def test_a_configuration_of_hugging_face_gives_its_model(tmp_path: Path) -> None
         ("math:pi_of", "cannot be imported"),
         ("missing/config.json", "cannot be read"),
         ("plan_factories:make", "returned a int"),
+        ("plan_factories:fails", "fails with ZeroDivisionError"),
+        ("math:pi", "is a float; it must be a function"),
+        (":make", "cannot be imported: ValueError"),
+        (".nowhere:make", "cannot be imported: TypeError"),
+        ("plan_factories:", "cannot be imported"),
+        ("x" * 5000, "allowed: a config.json"),
+        ("nul\0byte", "allowed: a config.json"),
     ],
 )
 def test_sources_that_give_no_model_are_refused(source: str, message: str, factories: ModuleType) -> None:
     factories.make = lambda: 5  # type: ignore[attr-defined]
+    factories.fails = lambda: 1 // 0  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=message):
         planned(source)
 
@@ -128,6 +190,24 @@ def test_a_configuration_of_an_unknown_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
     with pytest.raises(ConfigError, match="'no such thing' is unknown to transformers"):
         planned(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "not a config.json of Hugging Face"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "makes no model of this"),
+        ('{"model_type": "llama", "hidden_size": 10, "num_attention_heads": 0}', "makes no model of this"),
+        ('{"model_type": "llama", "architectures": ["LlamaConfig"]}', "makes no model of this"),
+        ('{"model_type": "llama", "architectures": 5}', "makes no model of this"),
+        ("[" * 100_000, "not valid JSON"),
+    ],
+)
+def test_configurations_that_make_no_model_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        planned(str(tmp_path))
 
 
 def test_a_model_without_parameters_is_refused(factories: ModuleType) -> None:

@@ -107,6 +107,27 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
     assert message in error
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("measured_s", 0.0, "0.0 s a step"),
+        ("micro_batches", 0, "of 0 micro-batches"),
+        ("order", [99], "the order names a unit"),
+        ("order", [0, 0], "the order names a unit"),
+        ("groups", [], "do not belong together"),
+        ("fields", [["m", "torch.nothing", 1]], "no dtype of torch"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(
+    trace: SchedulerTrace, tmp_path: Path, name: str, value: object, message: str
+) -> None:
+    path = tmp_path / "damaged.json"
+    path.write_text(json.dumps(json.loads(to_text(trace)) | {name: value}))
+    code, _, error = call("plan", "--replay", path)
+    assert code == 2, error
+    assert message in error
+
+
 def test_train_records_and_plan_replays(tmp_path: Path) -> None:
     swap, file, result = tmp_path / "swap", tmp_path / "run.scheduler", tmp_path / "replay.json"
     swap.mkdir()
@@ -122,4 +143,9 @@ def test_train_records_and_plan_replays(tmp_path: Path) -> None:
     assert report["measured_seconds"] > 0
     assert read_trace(file).placement.schedule is Schedule.OVERLAPPED
     code, _, error = call("plan", "--replay", file, "--search")
-    assert code == 2 and "--replay shows one step" in error
+    assert code == 2 and "--replay and --search" in error
+    damaged = json.loads(file.read_text())
+    damaged["placement"]["window_nbytes"] = 0
+    file.write_text(json.dumps(damaged))
+    code, _, error = call("plan", "--replay", file)
+    assert code == 2 and "cannot be simulated" in error

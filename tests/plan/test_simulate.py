@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import asdict, replace
 
@@ -15,9 +16,11 @@ from infinity.optim.hyper import StateField
 from infinity.plan.bounds import lower_bounds, moved_nbytes, nvme_s, scenario_traffic
 from infinity.plan.drives import DriveModel
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
-from infinity.plan.simulate import simulate
+from infinity.plan.simulate import simulate, simulate_long
+from infinity.plan.training_thread import TrainingThread
+from infinity.plan.virtual import PlanLoop
 from storage.types import Op
-from tests.plan.cases import PAGE_NBYTES, SPEEDS, make_scenario
+from tests.plan.cases import PAGE_NBYTES, SPEEDS, TIME, make_scenario
 from tests.scheduler.planned import UnitShape
 
 SCHEDULES = [Schedule.SYNCHRONOUS, Schedule.OVERLAPPED, Schedule.DEFERRED]
@@ -95,6 +98,22 @@ def test_what_passes_in_chunks_keeps_two_drives_busy(schedule: Schedule) -> None
     assert simulate(scenario).step_s <= 1.2 * simulate(one).step_s
 
 
+def test_of_several_drives_the_one_that_works_longest_in_a_step_counts() -> None:
+    """Not the one that has worked longest since the beginning, by what it has worked more than another one before."""
+
+    async def main() -> float:
+        thread = TrainingThread(make_scenario(EIGHT, drives=[DriveModel(1e9, 1e9)] * 2))
+        first, second = (server.busy_s for server in thread.machinery.store.servers)
+        first[Op.WRITE], second[Op.WRITE] = 10.0, 5.0
+        thread.begin_step()
+        first[Op.WRITE], second[Op.WRITE] = 11.0, 8.0
+        thread.machinery.close()
+        return thread.busy_s()["drive write"]
+
+    with asyncio.Runner(loop_factory=PlanLoop) as runner:
+        assert runner.run(main()) == 3.0
+
+
 def test_compute_times_and_stalls_add_up_to_the_step() -> None:
     scenario = make_scenario(EIGHT, drives=[DriveModel(5e7, 5e7)])
     result = simulate(scenario)
@@ -146,6 +165,37 @@ def test_kernels_beside_computing_on_shared_cores_take_their_part_of_it() -> Non
     apart = make_scenario(EIGHT, schedule=Schedule.SYNCHRONOUS, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
     together = replace(apart, speeds=replace(speeds, kernel_loss=1.0))
     assert simulate(together).step_s == pytest.approx(simulate(apart).step_s)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.DEFERRED])
+@pytest.mark.parametrize("rate", [1e7, 1e9])
+@pytest.mark.parametrize("spare_pages", [0, 40])
+def test_of_many_micro_batches_the_first_tell_about_the_others(
+    schedule: Schedule, rate: float, spare_pages: int
+) -> None:
+    spare = spare_pages * PAGE_NBYTES
+    scenario = make_scenario(
+        EIGHT, schedule=schedule, drives=[DriveModel(rate, rate)], spare_nbytes=spare, micro_batches=20
+    )
+    whole, quick = simulate(scenario), simulate_long(scenario)
+    assert len(quick.transfers) < len(whole.transfers)
+    assert (quick.read_nbytes, quick.write_nbytes, quick.traffic) == (
+        whole.read_nbytes,
+        whole.write_nbytes,
+        whole.traffic,
+    )
+    assert quick.step_s == pytest.approx(whole.step_s, rel=0.01)
+    assert quick.compute_s == pytest.approx(whole.compute_s)
+    assert quick.steps_s[-1] - quick.steps_s[-2] == pytest.approx(quick.step_s)
+    stalled_s = sum(whole.stalls_s.values())
+    assert sum(quick.stalls_s.values()) == pytest.approx(stalled_s, rel=0.01, abs=0.01 * whole.step_s)
+
+
+def test_a_step_of_a_billion_micro_batches_is_predicted() -> None:
+    scenario = make_scenario(EIGHT, schedule=Schedule.SYNCHRONOUS, micro_batches=10**9)
+    result = simulate_long(scenario)
+    assert result.step_s >= 10**9 * 8 * (TIME.forward_s + TIME.backward_s)
+    assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(scenario))
 
 
 def test_several_ranks_gather_what_they_upload() -> None:

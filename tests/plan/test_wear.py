@@ -55,7 +55,9 @@ def test_wear_is_counted_per_thousand_steps() -> None:
 def test_a_step_larger_than_the_fast_cache_is_warned_of() -> None:
     drive = DRIVES["mp600elite-2tb"]
     assert "falls to 1.5 GB/s" in predict_wear([drive], [500 * 10**9], 1.0)[0].warning
-    assert predict_wear([drive], [40 * 10**9], 1.0)[0].warning == ""
+    assert predict_wear([drive], [40 * 10**9], 60.0)[0].warning == ""
+    # In less time than the cache needs to empty again: the next steps find it full.
+    assert "so it fills up: the drive falls to 1.5 GB/s" in predict_wear([drive], [40 * 10**9], 20.0)[0].warning
 
 
 def test_unknown_endurance_gives_no_numbers() -> None:
@@ -94,6 +96,18 @@ def test_processes_may_count_at_the_same_time(tmp_path: Path) -> None:
         process.join(200)
     assert [process.exitcode for process in processes] == [0, 0]
     assert WearLedger(path).written_nbytes("a") == 100
+
+
+def test_a_user_without_a_home_has_a_ledger_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under any number; a training run failed with it."""
+
+    def nobody(_: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert default_ledger_path().parent.name == f"infinity-state-{os.getuid()}"
 
 
 def test_what_is_no_ledger_is_left_alone_and_named(tmp_path: Path) -> None:
@@ -205,6 +219,24 @@ def test_what_the_drive_counts_is_put_beside_what_the_run_counts(tmp_path: Path)
     assert report.is_plausible and "not checked against the drive: no such counter" in report.describe()
 
 
+def test_drives_are_called_what_people_call_them(tmp_path: Path) -> None:
+    written = {"overlayblk 536870912 sectors": 0, "other": 0}
+    guard = WearGuard(
+        WearLedger(tmp_path / "wear.sqlite3"),
+        lambda: dict(written),
+        WearBudget(nbytes=10),
+        WearAction.WARN,
+        names={"overlayblk 536870912 sectors": "drive vda under /swap"},
+    )
+    written["overlayblk 536870912 sectors"] = 20
+    assert "20 B have been written to drive vda under /swap; the" in guard.step_ended().message
+    named, other = guard.report()
+    assert (named.device, named.name) == ("overlayblk 536870912 sectors", "drive vda under /swap")
+    assert named.describe().startswith("drive vda under /swap: 20 B written")
+    assert other.describe().startswith("other: 0 B written")
+    assert named.to_json()["device"] == "overlayblk 536870912 sectors"
+
+
 def test_the_kernel_counts_what_a_block_device_takes_in(tmp_path: Path) -> None:
     number = tmp_path.stat().st_dev
     disk = tmp_path / "devices" / "sda"
@@ -273,6 +305,7 @@ def test_a_run_enters_in_the_ledger_what_it_has_written(tmp_path: Path, monkeypa
     assert wear["ledger_nbytes"] == counted
     assert wear["device"] == identify_device(tmp_path)
     assert wear["source"]
+    assert "sectors" not in wear["text"] and str(wear["name"]).split(" under ")[-1] in wear["text"]
 
 
 def test_a_run_that_fails_has_entered_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from storage.calibration import (
 )
 from storage.calibration_cache import Calibrate, CalibrationCache, default_folder, find_calibration, speeds_of
 from storage.cleanup import find_run_folders, remove_dead
-from storage.devices import identify_device
+from storage.devices import describe_device, disk_of, identify_device
 from storage.drives import DEFAULT_BLOCK_NBYTES, DEFAULT_THREADS, StorageOptions, choose_tuning
 from storage.errors import StorageError, SwapFullError
 from storage.filesystems import Mount
@@ -478,6 +478,36 @@ def test_a_drive_without_a_number_is_known_by_its_file_system(tmp_path: Path, mo
     _disk(tmp_path, monkeypatch, number, size="2000")
     monkeypatch.setattr(devices, "_uuid_of", lambda wanted: "0-1-2" if wanted == number else None)
     assert identify_device(tmp_path) == "file system 0-1-2"
+
+
+def test_people_know_a_drive_by_its_model_and_the_kernel_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = tmp_path.stat().st_dev
+    disk = _disk(tmp_path, monkeypatch, number, size="2000", serial="overlayblk")
+    assert disk_of(tmp_path) == disk
+    assert describe_device(tmp_path) == f"drive nvme0n1 under {tmp_path}"
+    (disk / "device").mkdir()
+    (disk / "device" / "model").write_text("Fast  1TB \n")
+    assert describe_device(tmp_path / "not yet there") == f"Fast 1TB (nvme0n1) under {tmp_path}/not yet there"
+
+
+def test_the_disk_of_a_file_system_with_a_number_of_its_own_is_what_it_is_mounted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of btrfs: bytes that its drive counts were not looked at."""
+    null = os.stat("/dev/null").st_rdev
+    disk = _disk(tmp_path, monkeypatch, null, size="2000", serial="S1")
+    monkeypatch.setattr(devices, "find_mount", lambda _: Mount(1, None, Path("/"), "btrfs", "/dev/null"))
+    assert disk_of(tmp_path) == disk
+    assert identify_device(tmp_path) == "S1 2000 sectors"
+
+
+def test_what_is_no_drive_is_called_by_its_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_BLOCK_DEVICES", tmp_path / "none")
+    assert disk_of(tmp_path) is None
+    monkeypatch.setattr(devices, "find_mount", lambda _: Mount(1, None, Path("/"), "nfs4", "server:/export"))
+    assert describe_device(tmp_path) == f"nfs4 file system under {tmp_path}"
 
 
 @pytest.mark.parametrize(
