@@ -187,6 +187,15 @@ def test_without_direct_io_the_page_cache_is_measured_and_named(
         fio.compare(comparison(), target, repeats=1, seconds=0.1, setup=fio.FioSetup(), progress=_quiet)
 
 
+def test_a_file_too_small_for_a_part_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    told: list[str] = []
+    large = Profile("large", "", (block_load("large", 100, 8 * MIB, 16),))
+    with pytest.raises(ConfigError, match=r"too small for 'large'.*--size must be at least 256 MiB"):
+        run_tier(_options(tmp_path, profiles=(SHORT, large)), told.append)
+    assert told == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_directory_given_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="given twice"):
         run_tier(_options(tmp_path, tmp_path / "." / "x" / ".."), _quiet)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity import recorded_init
 from infinity.devices.cpu import CpuDevice
 from infinity.errors import PlacementError
 from infinity.grouping import make_groups
@@ -17,6 +19,7 @@ from infinity.init import staging_nbytes
 from infinity.materialise import FirstValues
 from infinity.optim.kernels import kernel_for
 from infinity.recorded_init import RecordedValues
+from infinity.recording import turns
 from infinity.recording.plan import Numbers
 from infinity.units import partition
 from tests.conftest import MakeEngine
@@ -255,6 +258,27 @@ def test_numbers_are_drawn_twice_only_where_that_saves_memory(make: Callable[[],
     groups, _ = _groups(model)
     steps = RecordedValues(model, groups, FirstValues()).plan.steps
     assert any(step.numbers is Numbers.PUT_BACK for step in steps) == is_twice
+
+
+@pytest.mark.parametrize(("make", "planned"), [(Blocks, 0), (Zeros, 1), (Apply, 2)])
+def test_other_orders_are_planned_only_where_they_could_hold_less(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], nn.Module], planned: int
+) -> None:
+    """Every order holds the largest group, and one in which numbers are drawn twice has to save half."""
+    plans: list[str] = []
+
+    def noting(plan: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            plans.append(plan.__name__)
+            return plan(*arguments)
+
+        return noted
+
+    for plan in (turns.in_turns, turns.in_turns_drawn_twice):
+        monkeypatch.setattr(recorded_init, plan.__name__, noting(plan))
+    model = empty(make)
+    RecordedValues(model, _groups(model)[0], FirstValues())
+    assert plans == ["in_turns", "in_turns_drawn_twice"][:planned]
 
 
 def test_an_initialisation_that_needs_the_whole_model_is_told(offload: MakeEngine) -> None:
