@@ -13,6 +13,7 @@ An I/O error says what was done to which key, in which file, where, how much, an
 
 from __future__ import annotations
 
+import copy
 import errno as errno_names
 import os
 
@@ -128,3 +129,18 @@ class SwapInUseError(StorageError):
 
 class ClosedError(StorageError):
     """The object was closed before."""
+
+
+def detached(error: BaseException) -> BaseException:
+    """The same error as an object of its own, for whoever keeps it: without the frames that it is raised in.
+
+    They would keep alive what their variables hold. Itself, if it cannot be copied.
+    """
+    try:
+        twin = copy.copy(error)
+    except Exception:  # an error of somebody else's, whose initialiser wants more than it keeps
+        return error
+    if isinstance(error, OSError) and isinstance(twin, OSError):
+        twin.errno = error.errno  # which no copy has
+    twin.__cause__ = error.__cause__
+    return twin

@@ -16,6 +16,7 @@ import xxhash
 
 from storage.checksums import BLOCK_NBYTES, BlockState, Span
 from storage.closing import Closing
+from storage.errors import detached
 from storage.filesystems import is_written_in_place, stop_copying
 from storage.stripes import Piece, overlap
 from storage.transfer import StoredKey
@@ -50,7 +51,7 @@ class HeldKey:
         if any(operation.op is Op.WRITE for operation in entry.order.operations):
             raise ValueError(f"key {key!r} cannot be held while it is being written")
         for _, _, cause in entry.order.lost:
-            raise cause
+            raise detached(cause)
         if entry.checksums is None:
             return cls(key, entry.nbytes, entry.pieces, (), b"", {})
         known = entry.checksums

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from storage.backends.system import without_frames
@@ -56,6 +56,15 @@ class Operations:
         """Take an operation up; whether it may start now."""
         self.in_flight[operation] = entry
         return entry.order.add(operation)
+
+    def doubt_writes(self, keys: Collection[str], error: BaseException) -> None:
+        """A drive may have lost what it has of the writes in flight on these keys: they fail with `error` at their end.
+
+        What is held behind them starts later, with all of its bytes.
+        """
+        for operation in self.in_flight:
+            if operation.op is Op.WRITE and operation.key in keys and not operation.held_by:
+                operation.doubt = error
 
     # Without it ------------------------------------------------------------------------------------------------
 
@@ -169,6 +178,7 @@ class Operations:
         with self._lock:
             if self.in_flight.pop(operation, None) is None:
                 return []
+            error = error or operation.doubt
             freed = entry.order.remove(operation, error)
             self._space.free(operation.left)
             if operation.op is Op.WRITE and error is None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from storage.checksums import Check
+from storage.errors import detached
 from storage.stripes import Piece
 from storage.types import Extent, Op, Priority, Ticket, TrafficTag
 
@@ -31,6 +32,7 @@ class Operation:
     left: list[Extent] = field(default_factory=list)  # what it moves its bytes away from
     refused_by: set[int] = field(default_factory=set)  # drives that did not take a part of it
     check: Check | None = None
+    doubt: BaseException | None = None  # why what has been written of it may not last
     started_s: float = 0.0  # when it was handed to the backends, on the performance counter
     held_by: int = 0
     holds: list[Operation] = field(default_factory=list)
@@ -58,7 +60,10 @@ class Operation:
 
 @dataclass(slots=True, eq=False)
 class KeyOrder:
-    """Operations in flight on one key, and the spans whose last write failed, which do not overlap."""
+    """Operations in flight on one key, and the spans whose last write failed, which do not overlap.
+
+    The errors in `lost` are raised by nobody, for they would keep the frames that they are raised in.
+    """
 
     operations: list[Operation] = field(default_factory=list)
     lost: list[tuple[int, int, BaseException]] = field(default_factory=list)
@@ -84,7 +89,7 @@ class KeyOrder:
 
     def lost_in(self, start: int, stop: int) -> BaseException | None:
         """Why bytes in this span are not what was written, if that is so."""
-        return next((cause for a, b, cause in self.lost if a < stop and start < b), None)
+        return next((detached(cause) for a, b, cause in self.lost if a < stop and start < b), None)
 
     def note_write(self, start: int, stop: int, error: BaseException | None) -> None:
         """A failed write loses its span, a successful one makes it good again."""
@@ -95,5 +100,5 @@ class KeyOrder:
             if lost_stop > stop:
                 kept.append((max(lost_start, stop), lost_stop, cause))
         if error is not None:
-            kept.append((start, stop, error))
+            kept.append((start, stop, detached(error)))
         self.lost = kept

@@ -380,12 +380,17 @@ class VersionedStore(ShardStore):
             self._unsynced = Holds()
 
     def _lose(self, error: WriteError) -> None:
-        """Nobody knows what is left of what was written since the last commit, also of what was while this one ran."""
+        """Nobody knows what is left of what was written since the last commit, also of what was while this one ran.
+
+        A write that is in flight now may have given the drive bytes that it has lost already.
+        """
         with self._lock:
-            for key, entry in self._keys.items():
-                for piece in entry.pieces if key not in self._volatile else ():
+            keys = self._keys.keys() - self._volatile
+            for entry in map(self._keys.__getitem__, keys):
+                for piece in entry.pieces:
                     if self._space.is_fresh(piece) or self._unsynced.covers(piece.extent):
                         entry.order.note_write(piece.start, piece.stop, error)
+            self._operations.doubt_writes(keys, error)
             self._unsynced = Holds()
 
     def _plan(self, entry: StoredKey, operation: Operation) -> None:

@@ -45,3 +45,28 @@ def test_a_message_of_ones_own() -> None:
     error = errors.IoTimeoutError("nothing moved for 60 s")
     assert str(error) == "nothing moved for 60 s"
     assert error.errno is None
+
+
+class _WantingError(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def test_kept_errors_keep_no_frames() -> None:
+    cause = OSError(5, "of the system")
+    given = [
+        errors.ReadError(path="/x", offset=4096, nbytes=8192, errno=5, key="k"),
+        errors.SwapFullError("full", errno=28),
+    ]
+    for error in given:
+        try:
+            raise error from cause
+        except errors.StorageError as raised:
+            twin = errors.detached(raised)
+        assert twin is not error
+        assert (type(twin), str(twin), twin.__traceback__) == (type(error), str(error), None)
+        assert isinstance(twin, errors.ReadError | errors.SwapFullError)
+        assert (twin.errno, twin.path, twin.key, twin.__cause__) == (error.errno, error.path, error.key, cause)
+    odd = _WantingError(1, 2)
+    assert errors.detached(odd) is odd

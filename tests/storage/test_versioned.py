@@ -30,7 +30,7 @@ from storage.errors import (
 from storage.manifest import Before
 from storage.pool import HostPool
 from storage.swapfile import OWNER_FILE
-from storage.types import Op
+from storage.types import Op, Ticket
 from storage.versioned import VersionedStore
 from tests.storage.helpers import MIB, PAGE, TAG, WAIT_S, failure, filled, finish
 from tests.storage.versions import OPTIONS, check_extents, get, is_damaged, open_versioned, put
@@ -258,6 +258,50 @@ def test_a_drive_that_loses_what_is_being_written_around(
     put(store, pool, "a", 4, 1, first=4)
     assert get(store, pool, "volatile") == kept
     store.commit(2)
+    check_extents(store)
+    store.close()
+
+
+def test_a_write_that_a_drive_has_in_part_when_it_fails_is_lost_at_its_end(
+    tmp_path: Path, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drive may have lost its first bytes already, and would not say so again."""
+    faults: list[FaultyBackend] = []
+    submitted: list[Ticket] = []
+
+    def wrap(backend: Backend) -> FaultyBackend:
+        faults.append(FaultyBackend(backend))
+        return faults[-1]
+
+    def on_point(name: str) -> None:
+        if name == "start" and store.generation:
+            faults[0].inject(Fault.STUCK, op=Op.WRITE)
+            submitted.append(store.submit_write("a", lease.memory[: 2 * PAGE], offset=PAGE, tag=TAG))
+            submitted.append(store.submit_write("a", lease.memory[2 * PAGE :], offset=2 * PAGE, tag=TAG))  # is held
+            submitted.append(store.submit_write("volatile", lease.memory[:PAGE], tag=TAG))
+
+    def fail(fd: int) -> None:
+        raise OSError(5, "EIO")
+
+    store = open_versioned(tmp_path, on_commit_point=on_point, wrap_backend=wrap)
+    store.create("a", 4 * PAGE)
+    store.create("volatile", PAGE, is_volatile=True)
+    put(store, pool, "a", 1, 4)
+    store.commit(1)
+    with filled(pool, 4 * PAGE, 2) as lease:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fdatasync", fail)
+            with pytest.raises(WriteError, match="could not be made durable"):
+                store.commit(2)
+        faults[0].release_stuck()
+        assert isinstance(failure(submitted[0]), WriteError)
+        finish(submitted[1])
+        finish(submitted[2])
+        with pytest.raises(StorageError, match="cannot be committed: the write of 4096 to 8192"):
+            store.commit(2)
+        put(store, pool, "a", 3, 1, first=1)
+        store.commit(2)
+        assert get(store, pool, "a")[2 * PAGE :] == bytes(lease.memory[2 * PAGE :])
     check_extents(store)
     store.close()
 
