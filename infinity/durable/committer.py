@@ -11,11 +11,13 @@ waits first (`wait`): then the whole step is committed, or the one before still 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from enum import Enum
+from functools import partial
 
 from infinity.errors import InfinityError
 from infinity.observe.stalls import StallCause, StallClock
@@ -35,8 +37,42 @@ class CommitState(Enum):
     FAILED = "failed"
 
 
+class _Commit:
+    """One step on its way into the store. Its `state` is set by whoever has claimed its end."""
+
+    def __init__(
+        self, step: int, epoch: int, notes: Mapping[str, bytes], writes: Sequence[Ticket], before: Before
+    ) -> None:
+        self.step, self.epoch, self.before = step, epoch, before
+        self.notes, self.writes = notes, writes
+        self.ticket = Ticket(f"commit of step {step}")
+        self.state = CommitState.COMMITTING
+        self.is_watched = False  # somebody will end it; written by the training thread
+        self._end = threading.Lock()
+
+    @staticmethod
+    def none() -> _Commit:
+        """What there is before the first one, and in place of one that failed."""
+        commit = _Commit(-1, -1, {}, (), Before.FORGET)
+        commit.is_watched = True
+        commit.end(CommitState.IDLE)
+        return commit
+
+    def claim(self) -> bool:
+        """Whether the caller is the first who is about to end it."""
+        return self._end.acquire(blocking=False)
+
+    def end(self, state: CommitState, error: BaseException | None = None) -> None:
+        """It is over. The history keeps what it was made of no longer."""
+        self.state, self.notes, self.writes = state, {}, ()
+        self.ticket.complete(error)
+
+
 class Committer:
     """The training thread begins commits, waits for them and recovers; `thread` ends what was begun.
+
+    A commit has begun, or it has not, wherever Ctrl-C comes: it is one append to the history. What a commit that was
+    interrupted behind that lacks, the next `wait` makes up for.
 
     Args:
         store: what is committed.
@@ -68,14 +104,12 @@ class Committer:
         self._stalls = stalls
         self._io_timeout_s = io_timeout_s
         self._on_failure = on_failure
-        self._ticket = Ticket.completed("commit")
-        self._state = CommitState.IDLE
-        self._history: deque[CommitState] = deque([CommitState.IDLE], maxlen=_HISTORY)
+        self._history: deque[_Commit] = deque([_Commit.none()], maxlen=_HISTORY)
 
     @property
     def state(self) -> CommitState:
         """What it is doing now."""
-        return self._state
+        return self._history[-1].state
 
     def begin(
         self,
@@ -94,16 +128,11 @@ class Committer:
             epoch: the collective change of state that it belongs to.
             before: whether the commit before can be gone back to.
         """
-        self._move(CommitState.COMMITTING, CommitState.IDLE)
-        self._ticket = ticket = Ticket(f"commit of step {step}")
-
-        def landed(written: Ticket) -> None:
-            try:
-                self._thread.submit(self._commit, (step, epoch), notes, written, before, ticket)
-            except RuntimeError as error:  # the thread has been shut down
-                self._fail(ticket, _ended(step, error))
-
-        Ticket.all_of(writes, f"writes of step {step}").add_done_callback(landed)
+        if self.state is not CommitState.IDLE:
+            history = ", ".join(f"{commit.ticket.label}: {commit.state.value}" for commit in self._history)
+            raise InfinityError(f"step {step} cannot be committed after {history}: a bug of the engine")
+        self._history.append(_Commit(step, epoch, notes, list(writes), before))
+        self._watch()
 
     def wait(self) -> None:
         """Wait until no commit is under way. With none, a flag check.
@@ -112,51 +141,54 @@ class Committer:
             StorageError: the last one failed.
             IoTimeoutError: nothing moves any more.
         """
-        self._stalls.wait(self._ticket, StallCause.COMMIT)
+        self._watch()
+        self._stalls.wait(self._history[-1].ticket, StallCause.COMMIT)
 
     def settle(self) -> None:
         """Like `wait`, but a commit that failed is as good as one that succeeded."""
-        self._stalls.settle(self._ticket, StallCause.COMMIT)
+        self._watch()
+        self._stalls.settle(self._history[-1].ticket, StallCause.COMMIT)
 
     def recover(self) -> None:
         """A failed commit is forgotten, because its step has been given up."""
-        if self._state is CommitState.FAILED:
-            self._move(CommitState.IDLE, CommitState.FAILED)
-            self._ticket = Ticket.completed("commit")
+        if self.state is CommitState.FAILED:
+            self._history.append(_Commit.none())
 
-    def _commit(
-        self,
-        what: tuple[int, int],
-        notes: Mapping[str, bytes],
-        written: Ticket,
-        before: Before,
-        ticket: Ticket,
-    ) -> None:
-        step, epoch = what
+    # Parts -----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """The last write that lands ends the commit. Interrupted and called again, two of them would: one claims it."""
+        commit = self._history[-1]
+        if not commit.is_watched:
+            written = Ticket.all_of(commit.writes, f"writes of step {commit.step}")
+            written.add_done_callback(partial(self._landed, commit))
+            commit.is_watched = True
+
+    def _landed(self, commit: _Commit, written: Ticket) -> None:
+        try:
+            self._thread.submit(self._commit, commit, written)
+        except RuntimeError as error:  # the thread has been shut down
+            if commit.claim():
+                self._fail(commit, _ended(commit.step, error))
+
+    def _commit(self, commit: _Commit, written: Ticket) -> None:
+        if not commit.claim():
+            return
         try:
             written.result()
             started_s = time.perf_counter()
-            self.store.commit(step, self._io_timeout_s, notes=notes, before=before)
+            self.store.commit(commit.step, self._io_timeout_s, notes=commit.notes, before=commit.before)
             self.seconds += time.perf_counter() - started_s
             self.commits += 1
-            self.epoch = epoch
+            self.epoch = commit.epoch
         except BaseException as error:
-            self._fail(ticket, error)
+            self._fail(commit, error)
             return
-        self._move(CommitState.IDLE, CommitState.COMMITTING)
-        ticket.set_done()
+        commit.end(CommitState.IDLE)
 
-    def _fail(self, ticket: Ticket, error: BaseException) -> None:
-        self._move(CommitState.FAILED, CommitState.COMMITTING)
+    def _fail(self, commit: _Commit, error: BaseException) -> None:
         self._on_failure(error)
-        ticket.set_exception(error)
-
-    def _move(self, to: CommitState, origin: CommitState) -> None:
-        if self._state is not origin:
-            history = " → ".join(state.value for state in self._history)
-            raise InfinityError(f"the committer cannot become {to.value} after {history}: a bug of the engine")
-        self._state = to
-        self._history.append(to)
+        commit.end(CommitState.FAILED, error)
 
 
 def _ended(step: int, cause: RuntimeError) -> ClosedError:

@@ -16,6 +16,7 @@ sets after that is then left alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,35 @@ from infinity.updates import Updates
 from storage.manifest import Before
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What is known of the present step. Replaced as a whole, so that Ctrl-C leaves no mixture of two steps.
+
+    Attributes:
+        step: optimizer steps of the run.
+        epoch: see [Note: the commit before] in together.py.
+        engine_step: the step of the engine that this belongs to.
+        extra: what the loop has noted, packed.
+        rng: see [Note: random numbers of a commit].
+        is_noted: the loop uses `note`.
+        is_open: something has changed since the last commit was begun.
+        has_extra: `extra` is of the present step.
+        has_begun: a forward that trains has run since the last step.
+        is_laid_out: this process has noted its layout.
+    """
+
+    step: int
+    epoch: int
+    engine_step: int
+    extra: bytes
+    rng: dict[str, Any]
+    is_noted: bool = False
+    is_open: bool = False
+    has_extra: bool = True
+    has_begun: bool = False
+    is_laid_out: bool = False
+
+
 class Journal:
     """Commits the steps of one engine."""
 
@@ -48,51 +78,66 @@ class Journal:
         self._runtime = runtime
         self._updates = updates
         self._committer = committer
-        self._step = 0
-        self._epoch = 0
-        self._extra = pack_extra(None)
-        self._is_noted = False  # the loop uses `note`
-        self._is_open = False  # something has changed since the last commit was begun
-        self._has_extra = True  # `_extra` is of the present step
-        self._has_begun = False  # a forward that trains has run since the last step
-        self._is_laid_out = False  # this process has noted its layout
-        self._rng = rng_state()  # see [Note: random numbers of a commit]
+        self._now = _Progress(0, 0, runtime.step, pack_extra(None), rng_state())
 
     @property
     def step(self) -> int:
         """Optimizer steps of the run so far, those of earlier processes included."""
-        return self._step
+        return self._now.step
 
     def continue_from(self, run: StoredRun) -> None:
         """The state is that of a commit."""
-        self._step, self._extra, self._is_noted = run.step, pack_extra(run.extra), run.state.is_noted
-        self._is_open, self._has_extra, self._has_begun = False, True, False
-        self._rng = run.state.rng
-        self._epoch = self._committer.epoch = run.state.epoch
+        self._committer.epoch = run.state.epoch
+        self._now = _Progress(
+            run.step,
+            run.state.epoch,
+            self._runtime.step,
+            pack_extra(run.extra),
+            run.state.rng,
+            is_noted=run.state.is_noted,
+            is_laid_out=self._now.is_laid_out,
+        )
 
     def replaced(self, step: int, extra: Mapping[str, Any] | None) -> None:
         """The whole state has been replaced: it is as after step `step`, and is committed at once."""
-        self._step, self._extra, self._rng = step, pack_extra(extra), rng_state()
-        self._epoch += 1
-        self._is_open, self._has_extra, self._has_begun = True, True, False
+        self._now = replace(
+            self._now,
+            step=step,
+            epoch=self._now.epoch + 1,
+            engine_step=self._runtime.step,
+            extra=pack_extra(extra),
+            rng=rng_state(),
+            is_open=True,
+            has_extra=True,
+            has_begun=False,
+        )
         self.seal()
         self._committer.wait()
 
     def changed(self) -> None:
         """Stored bytes have been changed outside of a step; the next commit has them."""
-        self._is_open = True
+        self._now = replace(self._now, is_open=True)
 
     def step_ended(self) -> None:
-        """`optimizer.step()` is about to return."""
-        self._step += 1
-        self._epoch += 1
-        self._rng = rng_state()
-        self._is_open, self._has_extra, self._has_begun = True, False, False
+        """`optimizer.step()` is about to return; or Ctrl-C kept it from that, but the step was made. Idempotent."""
+        now, engine_step = self._now, self._runtime.step
+        if made := engine_step - now.engine_step:
+            self._now = replace(
+                now,
+                step=now.step + made,
+                epoch=now.epoch + made,
+                engine_step=engine_step,
+                rng=rng_state(),
+                is_open=True,
+                has_extra=False,
+                has_begun=False,
+            )
 
     def forward_begins(self, *, trains: bool) -> None:
         """An outermost forward starts."""
         self.seal()
-        self._has_begun = self._has_begun or trains
+        if trains and not self._now.has_begun:
+            self._now = replace(self._now, has_begun=True)
 
     def note(self, extra: Mapping[str, Any]) -> None:
         """Commit the present step with what the loop needs to go on after it.
@@ -101,29 +146,33 @@ class Journal:
             CheckpointError: `extra` holds something that cannot be kept.
             IterationError: the next step has begun.
         """
-        if self._has_begun or self._updates.has_begun:
+        self._updates.consistency.check()
+        self.step_ended()
+        if self._now.has_begun or self._updates.has_begun:
             raise IterationError(
                 "engine.note() after the next step has begun; call it between optimizer.step() and the next forward"
             )
-        self._updates.consistency.check()
-        self._extra, self._rng = pack_extra(extra), rng_state()
-        self._is_noted = self._has_extra = self._is_open = True
+        self._now = replace(
+            self._now, extra=pack_extra(extra), rng=rng_state(), is_noted=True, has_extra=True, is_open=True
+        )
         self.seal()
 
     def seal(self) -> None:
         """Begin to commit what has changed, unless a step is half done or its note is missing."""
         runtime = self._runtime
-        is_ready = self._has_extra or not self._is_noted
-        if not self._is_open or not is_ready or self._updates.has_begun or runtime.failure.error is not None:
+        if self._updates.has_begun or runtime.failure.error is not None:
+            return
+        self.step_ended()
+        now = self._now
+        if not now.is_open or not (now.has_extra or not now.is_noted):
             return
         self._committer.wait()
         writes = [update.written for update in runtime.in_flight]
         before = Before.FORGET
         if runtime.lockstep is not None:  # see [Note: the commit before] in together.py
-            before = Before.KEEP if self._epoch != self._committer.epoch else Before.KEEP_OLDER
-        self._committer.begin(self._step, self._notes(), writes, epoch=self._epoch, before=before)
-        self._is_open = False
-        self._is_laid_out = True
+            before = Before.KEEP if now.epoch != self._committer.epoch else Before.KEEP_OLDER
+        self._committer.begin(now.step, self._notes(now), writes, epoch=now.epoch, before=before)
+        self._now = replace(now, is_open=False, is_laid_out=True)
 
     def finish(self) -> None:
         """Commit what is finished, and wait for it.
@@ -136,7 +185,7 @@ class Journal:
 
     # Parts -----------------------------------------------------------------------------------------------------
 
-    def _notes(self) -> dict[str, bytes]:
+    def _notes(self, now: _Progress) -> dict[str, bytes]:
         runtime, optimizer = self._runtime, self._updates.optimizer
         groups = None
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -148,16 +197,16 @@ class Journal:
                 for index, state in runtime.states.items()
             },
             optimizer=groups,
-            rng=self._rng,
-            is_noted=self._is_noted,
-            epoch=self._epoch,
+            rng=now.rng,
+            is_noted=now.is_noted,
+            epoch=now.epoch,
         )
         notes = {
             RUN: state.to_bytes(),
             BUFFERS: pack_tensors(persistent_buffers(runtime.model)),
-            EXTRA: self._extra if self._has_extra else pack_extra(None),
+            EXTRA: now.extra if now.has_extra else pack_extra(None),
         }
-        if not self._is_laid_out:
+        if not now.is_laid_out:
             notes[LAYOUT] = layout_of(runtime).to_bytes()
         return notes
 

@@ -66,7 +66,9 @@ class TrafficBook:
         return link.h2d_nbytes, link.d2h_nbytes
 
     def step_ended(self) -> None:
-        self._links.append(self._link_totals())
+        """A step is over; those before it that were lost, or interrupted behind their updates, end here too."""
+        ended = self._first + len(self._links) - 1
+        self._links += [self._link_totals()] * (self._runtime.step - ended)
 
     def read(self) -> Traffic:
         """The traffic so far. Writes still under way are counted when they land."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from infinity.observe.stalls import StallClock
 from storage.errors import ClosedError, WriteError
 from storage.types import Ticket
 from storage.versioned import VersionedStore
+from tests.interrupting import CtrlC
 from tests.storage.versions import open_versioned
 
 WAIT_S = 100.0
@@ -74,3 +76,42 @@ def test_writes_that_land_after_the_end_are_not_committed(store: VersionedStore,
     with pytest.raises(ClosedError, match="step 3 was not committed: the engine was closed before"):
         commits.wait()
     assert (commits.state, len(told), store.step) == (CommitState.FAILED, 1, -1)
+
+
+def test_wherever_ctrl_c_comes_a_commit_has_begun_or_it_has_not(
+    store: VersionedStore, thread: ThreadPoolExecutor
+) -> None:
+    commits, told = committer(store, thread, []), 0
+    for number in count():
+        with CtrlC(number) as ctrl_c:
+            commits.begin(number, {"which": str(number).encode()}, [Ticket.completed(), Ticket.completed()])
+        commits.wait()
+        assert commits.state is CommitState.IDLE
+        has_begun = store.step == number
+        told += has_begun
+        assert commits.commits == told
+        assert store.notes().get("which", b"").decode() == (str(store.step) if told else "")
+        if not ctrl_c.has_come:
+            break
+        assert has_begun or store.step < number
+    assert has_begun
+    assert 1 < told < number
+
+
+def test_a_failed_commit_that_was_interrupted_is_told_once(store: VersionedStore, thread: ThreadPoolExecutor) -> None:
+    failed = Ticket("update of blocks.0")
+    failed.set_exception(WriteError("the drive is gone"))
+    for number in count():
+        told: list[BaseException] = []
+        commits = committer(store, thread, told)
+        with CtrlC(number) as ctrl_c:
+            commits.begin(1, {}, [failed])
+        commits.settle()
+        assert len(told) == (commits.state is CommitState.FAILED)
+        commits.recover()
+        commits.begin(number, {}, [])
+        commits.wait()
+        assert store.step == number
+        if not ctrl_c.has_come:
+            break
+    assert told

@@ -83,6 +83,38 @@ def test_a_run_is_not_resumed_without_one_of_its_drives(tmp_path: Path) -> None:
     again.engine.close()
 
 
+@pytest.mark.parametrize("notes", [True, False])
+def test_a_step_that_was_interrupted_behind_its_updates_is_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, notes: bool
+) -> None:
+    """The loop goes on; commits and counters have the number of steps that the parameters have."""
+    run = run_in(tmp_path, schedule="synchronous")
+    run.train(0, 1)
+    engine = run.engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._iteration, "end_step", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.train(1, 2)
+    run.optimizer.zero_grad()
+    if notes:
+        note(run)
+        engine._runtime.before_overwrite()
+        assert engine.committed_step == 2
+    run.train(2, 3)
+    note(run)
+    engine._runtime.before_overwrite()
+    assert engine.committed_step == 3
+    assert len(engine.traffic.per_step) == 3
+    engine.close()
+    again = run_in(tmp_path, resume=True, schedule="synchronous")
+    assert (again.engine.committed_step, again.engine._runtime.states[1].steps[0]) == (3, 3)
+    again.engine.close()
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
+
+
 def check_continued(tmp_path: Path, settings: dict[str, Any]) -> None:
     whole = Run(lambda model: infinity.offload(model, small_config(tmp_path, **settings)))
     losses, expected = whole.train(0, 5), whole.summary()
