@@ -60,6 +60,13 @@ class _Entry:
     def is_stored(self) -> bool:
         return self.write is not None and self.write.done and self.write.exception is None
 
+    def forget_failures(self) -> None:
+        """Transfers that failed are tried again. Their errors, with the frames they were raised in, are let go of."""
+        if _has_failed(self.read):
+            self.read, self.is_filled = None, False
+        if _has_failed(self.write):
+            self.write = None
+
     @property
     def in_flight(self) -> bool:
         return any(ticket is not None and not ticket.done for ticket in (self.write, self.read))
@@ -69,6 +76,10 @@ class _Entry:
         if self.block is not None:
             self.block.release()
         self.block = self.read = None
+
+
+def _has_failed(ticket: Ticket | None) -> bool:
+    return ticket is not None and ticket.done and ticket.exception is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,12 +241,13 @@ class Activations:
             raise InfinityError("this engine is closed; the activations of its forwards are gone")
         self._reap()
         entry = saved.entry
+        self._settle(entry.read)
+        entry.forget_failures()
         if not entry.is_filled:
             if entry.block is None:
                 self._take_memory(entry)
             self._read(entry, Priority.DEMAND)
-        if entry.read is not None:
-            self._stalls.wait(entry.read, StallCause.ACTIVATION)
+            self._wait(entry, entry.read)
         start_s = time.perf_counter()
         with torch.no_grad():
             found = torch.empty_strided(saved.shape, saved.stride, dtype=saved.dtype, device=saved.device)
@@ -298,13 +310,25 @@ class Activations:
                 f"the inputs of all units until its backward. Raise it to at least {least}, use "
                 "activations.policy = 'nvme', or a smaller batch or a shorter sequence"
             )
-        if oldest.read is not None:
-            self._stalls.settle(oldest.read, StallCause.ACTIVATION)
-        elif oldest.write is None:
+        self._settle(oldest.read)
+        self._settle(oldest.write)
+        oldest.forget_failures()
+        if oldest.write is None:
             self._write(oldest)
-        if oldest.write is not None:
-            self._stalls.wait(oldest.write, StallCause.ACTIVATION)
+            self._wait(oldest, oldest.write)
         oldest.leave_memory()
+
+    def _settle(self, ticket: Ticket | None) -> None:
+        if ticket is not None:
+            self._stalls.settle(ticket, StallCause.ACTIVATION)
+
+    def _wait(self, entry: _Entry, ticket: Ticket | None) -> None:
+        """Wait for a transfer of an entry, and raise what went wrong with it; the next use tries it again."""
+        try:
+            if ticket is not None:
+                self._stalls.wait(ticket, StallCause.ACTIVATION)
+        finally:
+            entry.forget_failures()
 
     def _write_behind(self, nbytes: int) -> None:
         """Write the oldest inputs until another one of this size would find room."""
@@ -321,7 +345,7 @@ class Activations:
         store, block = self._open_store(), entry.block
         if block is None:
             raise RuntimeError("an activation that is not in host memory cannot be written")
-        entry.key = self._key(entry.nbytes)
+        entry.key = entry.key or self._key(entry.nbytes)
         tag = TrafficTag(_KIND, self.step)
         entry.write = store.submit_write(entry.key, block.memory, tag=tag, payload_nbytes=entry.payload_nbytes)
 

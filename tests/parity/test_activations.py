@@ -12,7 +12,10 @@ from torch import nn
 
 import infinity
 from infinity.observe.shortages import report_of
-from storage.errors import SwapFullError
+from storage.backends.base import Backend
+from storage.backends.faulty import Fault, FaultyBackend
+from storage.errors import ReadError, SwapFullError
+from storage.types import IoRequest, Op, Priority
 from tests.conftest import MakeEngine
 from tests.parity.loops import Loop, assert_parity, train_offloaded
 from tests.zoo import Attention, Net, batch, build, loss_of
@@ -155,6 +158,72 @@ def test_an_input_that_could_not_be_saved_keeps_no_memory(
     gc.collect()
     assert engine._runtime.activations.held_nbytes == 0
     optimizer.zero_grad()
+    loss_of(model, wide_batch(0)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _is_input(request: IoRequest) -> bool:
+    return request.key.startswith("activation")
+
+
+def _is_read_ahead(request: IoRequest) -> bool:
+    return _is_input(request) and request.priority is Priority.READ_AHEAD
+
+
+def _bits(model: nn.Module) -> list[torch.Tensor]:
+    with infinity.gathered(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("fault", ["read ahead", "read", "write"])
+def test_a_transfer_of_an_input_that_failed_is_tried_again(offload: MakeEngine, fault: str) -> None:
+    """What was read ahead, or written behind, at once; what backward waits for, when it is asked for the next time."""
+    drives: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        drives.append(FaultyBackend(backend))
+        return drives[-1]
+
+    trained = []
+    for fails in (False, True):
+        model = build(Net)
+        offload(model, wrap_backend=wrap, **settings_for("nvme", inputs=2, schedule="synchronous"))
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        hit = []
+        if fails and fault == "write":
+            hit.append(drives[-1].inject(Fault.NO_SPACE, op=Op.WRITE, when=_is_input))
+        loss = loss_of(model, wide_batch(0))
+        if fails and fault == "read ahead":
+            hit.append(drives[-1].inject(Fault.IO_ERROR, op=Op.READ, when=_is_read_ahead))
+        if fails and fault == "read":
+            hit.append(drives[-1].inject(Fault.IO_ERROR, op=Op.READ, when=_is_input, times=None))
+            with pytest.raises(ReadError, match="activation"):
+                loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            drives[-1].clear()
+            optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert all(injection.hits for injection in hit)
+        trained.append(_bits(model))
+    assert all(map(torch.equal, *trained))
+
+
+def test_inputs_that_cannot_be_written_cost_their_forward(offload: MakeEngine) -> None:
+    drives: list[FaultyBackend] = []
+
+    def wrap(backend: Backend) -> Backend:
+        drives.append(FaultyBackend(backend))
+        return drives[-1]
+
+    model = build(Net)
+    engine = offload(model, wrap_backend=wrap, **settings_for("nvme", inputs=1, schedule="synchronous"))
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    drives[-1].inject(Fault.NO_SPACE, op=Op.WRITE, when=_is_input, times=None)
+    with pytest.raises(SwapFullError, match="activation"):
+        loss_of(model, wide_batch(0))
+    drives[-1].clear()
+    gc.collect()
+    assert engine._runtime.activations.held_nbytes == 0
     loss_of(model, wide_batch(0)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
