@@ -212,13 +212,19 @@ def test_the_last_update_ends_without_giving_memory_back(bench: Bench) -> None:
     for group in groups[:2]:
         _give(group, 1.0)
         bench.sink.harvest(group, is_final=True)
-    bench.updating = True
-    threading.Timer(0.01, lambda: setattr(bench, "updating", False)).start()
+    looks: list[bool] = []
+
+    def look() -> None:
+        """The update has ended when its waiting is looked at again."""
+        looks.append(bench.updating)
+        bench.updating = len(looks) == 1
+
+    bench.updating, bench.on_look = True, look
     _give(groups[2], 1.0)
     assert bench.n_awaited == 0
     with pytest.raises(infinity.PlacementError, match="schedule='synchronous'"):
         bench.sink.harvest(groups[2], is_final=True)
-    assert bench.n_awaited == 1
+    assert (bench.n_awaited, looks) == (1, [True, True])
 
 
 class _SlowToTell:
