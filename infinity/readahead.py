@@ -278,8 +278,15 @@ class ReadAhead:
         while copy.state in (CopyState.UPDATING, CopyState.WRITING):
             await self._window.wait_change()
         copy.raise_lost_update()
-        if copy.state is CopyState.CLEAN:
+        if copy.state is CopyState.CLEAN and not copy.update.done:  # else the step has been given up meanwhile
             copy.begin_update(copy.update)
+
+    def exchange_lost(self, copy: HostCopy, ticket: Ticket, error: BaseException) -> None:
+        """The other ranks' parts will not come, for which a copy may have become UPDATING with `ticket` (a message)."""
+        if copy.state is CopyState.UPDATING and copy.ticket is ticket:
+            copy.fail()
+        copy.lost_update = copy.lost_update or error
+        self._window.wake()
 
     def exchanged(self, copy: HostCopy) -> None:
         """The other ranks' parts are there and written (a message)."""

@@ -197,13 +197,15 @@ class Updates:
         runtime.step += 1
         runtime.sink.step = runtime.passage.step = runtime.activations.step = runtime.step
         runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
+        now = [update for update in runtime.in_flight if update not in later]
         try:
-            self._wait_computed([update for update in runtime.in_flight if update not in later])
             if self._exchange is not None:
-                self._exchange.run()
+                self._exchange.run(lambda: self._wait_computed(now))
+            else:
+                self._wait_computed(now)
         except BaseException as error:
             if self._exchange is not None:
-                self._exchange.abandon(error)
+                self._exchange.abandon(_told_later(error))
             raise
         for group in runtime.gatherer.gathered():  # resident, or held by a `gathered()` block around the step
             if group.index in self._submitted and runtime.gatherer.is_gathered(group):
@@ -360,7 +362,7 @@ class Updates:
             try:
                 yield
             except BaseException as error:  # Ctrl-C, wherever it comes: who goes back waits for all that are in flight
-                runtime.io.post(runtime.pipeline.give_up, list(runtime.in_flight), error)
+                runtime.io.post(runtime.pipeline.give_up, list(runtime.in_flight), _told_later(error))
                 raise
 
     def _prepare(self, groups: Sequence[FlatGroup]) -> list[Sequence[Hyper | None]]:
@@ -397,3 +399,12 @@ class Updates:
             self._submitted[group.index] = hypers
             updates.append(update)
         return updates
+
+
+def _told_later(error: BaseException) -> BaseException:
+    """What those are told who come to an update that was lost with this: a Ctrl-C of before is none of theirs."""
+    if isinstance(error, Exception):
+        return error
+    told = IterationError(f"the update was lost, because optimizer.step() was interrupted ({type(error).__name__})")
+    told.__cause__ = error
+    return told

@@ -283,6 +283,24 @@ def test_updates_that_were_not_handed_over_hold_up_nobody_who_goes_back(
     nothing_gathered(engine)
 
 
+@pytest.mark.parametrize("schedule", ["synchronous", "deferred"])
+def test_a_ctrl_c_that_lost_a_step_is_not_raised_again(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """Who looks at the parameters afterwards has pressed nothing: it would end a program that has dealt with it."""
+    model, engine, optimizer = _make(offload, schedule)
+    train(model, optimizer, 0)
+    pipeline = engine._runtime.pipeline
+    message: Callable[..., None] = pipeline.defer if schedule == "deferred" else pipeline.submit
+    _interrupt_step(monkeypatch, (model, engine, optimizer), message)
+    for _ in range(2):
+        with (
+            pytest.raises(infinity.IterationError, match=r"the update was lost.* \(KeyboardInterrupt\)"),
+            infinity.gathered(model),
+        ):
+            pytest.fail("some of it is lost")
+
+
 class _Slow:
     """A copy from the device that is under way."""
 
