@@ -38,6 +38,7 @@ def _two_steps(folder: Path, stage: int, failing: Sequence[int], op: Op) -> dict
         return drives[-1]
 
     model = build(Net)
+    folder.mkdir(exist_ok=True)
     nvme = {"paths": [folder / "swap"], "io_timeout_s": 10.0}
     config = make_config(folder, _SETTINGS | {"stage": stage, "nvme": nvme})
     said = ""
