@@ -24,11 +24,12 @@ def replaced_file(path: StrPath, *, newline: str | None = None) -> Iterator[IO[s
     Raises:
         OSError: it could not be written; what was there before is as it was.
     """
-    path = Path(path).resolve()
+    path = Path(path)
     if path.exists() and not path.is_file():
         with path.open("w", newline=newline, encoding="utf-8") as file:
             yield file
         return
+    path = path.resolve()  # not before: the link to a pipe, /dev/stdout, leads to no path
     beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
         with beside.open("x", newline=newline, encoding="utf-8") as file:

@@ -17,6 +17,8 @@ _DURABILITY = "What survives a crash: none, checkpoint (what --save writes) or s
 _RESUME = "Continue from this checkpoint folder, or from the --nvme folder of a run with --durability step."
 _SCHEDULER_TRACE = "Write what the scheduler saw and did to this file, for `infinity plan --replay`."
 _RECORD = "Write result, steps and trace to this folder, for `infinity report`."
+_LARGEST_SEED = (1 << 63) - 1  # of torch's generators
+_SEED = option("Fixes first values and samples.", TRAINING, min=0, max=_LARGEST_SEED, show_default="0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class TrainOptions(shared.LoopOptions):
     activations: shared.Activations = None
     micro_batches: shared.MicroBatches = None
     steps: Annotated[int | None, option("Steps to run now.", TRAINING, min=1)] = None
-    seed: Annotated[int | None, option("Fixes first values and samples.", TRAINING, min=0, show_default="0")] = None
+    seed: Annotated[int | None, _SEED] = None
     lr: Annotated[float | None, option("Learning rate, such as 3e-4.", TRAINING, min=0)] = None
     clip: shared.Clip = None
     data: Annotated[tuple[Path, ...], option(_DATA, TRAINING)] = ()

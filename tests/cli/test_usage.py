@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -133,6 +134,13 @@ def test_a_settings_file_that_is_migrated_stays(tmp_path: Path) -> None:
     assert file.read_text() == '{"bf16": {"enabled": true}}'
 
 
+def test_a_result_goes_into_a_pipe(tmp_path: Path) -> None:
+    """Standard output, or what a shell makes of >(...): the link in /proc leads to no path."""
+    code, output, error = run("clean", tmp_path, "--json", "/dev/stdout")
+    assert (code, error) == (0, "")
+    assert json.loads(output[output.index("{") :]) == {"removed": [], "left": []}
+
+
 def test_devices_take_what_several_options_write() -> None:
     check_files(json=Path("/dev/null"), trace=Path("/dev/null"))
 
@@ -154,7 +162,10 @@ def test_infinity_is_refused(tmp_path: Path) -> None:
     assert "--seconds inf: it must be a finite number" in error
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--batch", "many"], ["--no-such-option"], ["extra"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "0"], ["--batch", "many"], ["--seed", str(1 << 63)], ["--no-such-option"], ["extra"]],
+)
 def test_refuses_what_it_cannot_parse(arguments: list[str]) -> None:
     code, _, _ = call("train", *arguments)
     assert code == 2
