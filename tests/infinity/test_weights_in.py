@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.weights.source import open_weights
+from infinity.weights.torch_file import flat_part
 from tests.conftest import MakeEngine, small_config
 from tests.parity.loops import gathered_parameters
 from tests.zoo import Attention, Frozen, Net, OddNet, batch, build, loss_of
@@ -469,6 +470,9 @@ def test_rows_of_a_transposed_tensor_are_read_without_the_others(tmp_path: Path)
                 into = torch.empty(numel)
                 weights.read("weight", start, into)
                 assert torch.equal(into, tensor.reshape(-1)[start : start + numel])
+        row = tensor[0, 0].numel()
+        copied = flat_part(tensor, 7, 5).untyped_storage()
+        assert copied.nbytes() <= 4 * (5 + 2 * row) or copied.data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def test_a_path_where_nothing_is(tmp_path: Path) -> None:

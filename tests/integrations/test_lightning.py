@@ -307,3 +307,15 @@ def test_two_devices_share_the_state(tmp_path: Path) -> None:
     assert losses(alone) == losses(launched)
     assert len(losses(alone)) == 4
     assert list((tmp_path / "swap").glob("rank*/*")) == []
+
+
+def test_an_operation_that_torch_does_not_have_is_refused() -> None:
+    strategy = InfinityStrategy()
+    assert strategy.reduce("text", reduce_op="median") == "text"  # as Lightning: only tensors are reduced
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert strategy.reduce(torch.tensor(3.0), reduce_op="max").item() == 3.0
+        with pytest.raises(infinity.ConfigError, match="reduce_op='median': torch.distributed.ReduceOp has no such"):
+            strategy.reduce(torch.ones(1), reduce_op="median")
+    finally:
+        torch.distributed.destroy_process_group()
