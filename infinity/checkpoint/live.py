@@ -14,7 +14,7 @@ import torch
 from infinity.checkpoint.agreement import AllRanks, OneRank
 from infinity.checkpoint.description import describe_model
 from infinity.checkpoint.format import PARAMETER
-from infinity.checkpoint.parts import copy_buffers
+from infinity.checkpoint.parts import aliases_of, copy_buffers
 from infinity.checkpoint.requests import Holdings, Request, requests
 from infinity.checkpoint.tiers import Span, Tiers
 from infinity.groups import FlatGroup
@@ -85,6 +85,7 @@ class LiveTensors:
         where: the engine, in words.
         precision: of the engine.
         shapes: of the parameters, by name, in the order of their groups.
+        aliases: other names of tied parameters, and the name that each has here.
     """
 
     where = "the engine"
@@ -95,6 +96,10 @@ class LiveTensors:
         self._slots = {slot.name: (group, slot) for group in runtime.groups for slot in group.layout.slots}
         self.precision = runtime.config.precision.value
         self.shapes: Mapping[str, tuple[int, ...]] = {name: slot.shape for name, (_, slot) in self._slots.items()}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return aliases_of(self._runtime.model)
 
     def trains(self, name: str) -> bool:
         return self._slots[name][0].trainable

@@ -72,6 +72,7 @@ class Weights(Protocol):
         where: what it is, in words.
         precision: in which it was trained.
         shapes: of the parameters, by name, in the order in which they are written.
+        aliases: other names of tied parameters, and the name under which each is there.
     """
 
     @property
@@ -82,6 +83,9 @@ class Weights(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
 
     def trains(self, name: str) -> bool:
         """Whether a parameter was trained, or is frozen."""
@@ -110,6 +114,7 @@ class _CheckpointWeights:
         self.where = str(checkpoint.folder)
         self.precision = checkpoint.index.precision
         self.shapes = {name: entry.shape for name, entry in checkpoint.index.parameters.items()}
+        self.aliases = checkpoint.index.aliases
         self.dtype, self.read, self.tensor = checkpoint.dtype, checkpoint.read, checkpoint.tensor
 
     def trains(self, name: str) -> bool:
@@ -167,6 +172,7 @@ class _Export:
         if options.merge and not is_peft:
             raise ConfigError(f"merge (--merge): {weights.where} has no adapter to merge; leave the option out")
         self._adapter = self._read_adapter() if is_peft else None
+        self._is_untied = False  # whether tied parameters are written with different values
         self.kind = "model" if self._adapter is None else "merged model" if options.merge else "adapter"
 
     def _read_adapter(self) -> Adapter:
@@ -200,9 +206,7 @@ class _Export:
             parameters = [self._parameter(*both) for both in adapter_names(self._adapter, self._shapes).items()]
             renamed = adapter_names(self._adapter, buffers)
         else:
-            factors = factors_by_weight(self._adapter, self._shapes)
-            names = base_names(self._adapter, self._shapes)
-            parameters = [self._merged(name, new, factors.get(name)) for name, new in names.items()]
+            parameters = self._merged_parameters(self._adapter)
             renamed = base_names(self._adapter, buffers)
         return [*parameters, *(_buffer(new, buffers[name]) for name, new in renamed.items())]
 
@@ -231,6 +235,20 @@ class _Export:
             into.copy_(split_master(master)[0])
 
         return fill
+
+    def _merged_parameters(self, adapter: Adapter) -> list[Outgoing]:
+        """Tied parameters of which the adapter changes only one are written each with its own values."""
+        aliases = self._weights.aliases
+        shapes = {**self._shapes, **{name: self._shapes[owner] for name, owner in aliases.items()}}
+        factors, names = factors_by_weight(adapter, shapes), base_names(adapter, shapes)
+        written = []
+        for name, new in names.items():
+            owner = aliases.get(name, name)
+            is_own = name == owner or owner not in names or factors.get(name) != factors.get(owner)
+            if is_own:
+                written.append(self._merged(owner, new, factors.get(name)))
+                self._is_untied |= name != owner
+        return written
 
     def _merged(self, name: str, new: str, factors: Factors | None) -> Outgoing:
         plain = self._parameter(name, new)
@@ -270,16 +288,20 @@ class _Export:
         else:
             files = {name: self._descriptions[name] for name in DESCRIPTIONS if name in self._descriptions}
         if CONFIG_FILE in files:
-            files[CONFIG_FILE] = self._with_dtype(files[CONFIG_FILE], dtypes)
+            files[CONFIG_FILE] = self._as_written(files[CONFIG_FILE], dtypes)
         return files
 
-    def _with_dtype(self, config: bytes, dtypes: set[torch.dtype]) -> bytes:
-        """The configuration with the dtype that was written, under the names that it had before."""
+    def _as_written(self, config: bytes, dtypes: set[torch.dtype]) -> bytes:
+        """The configuration with what was written: the dtype, under the names that it had before, and tied or not."""
         content = dict(_json_object(config, f"{CONFIG_FILE} of {self._options.config or self._weights.where}"))
         if len(dtypes) == 1:
             name = str(next(iter(dtypes))).removeprefix("torch.")
             for key in [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype"]:
                 content[key] = name
+        if self._is_untied:
+            for settings in (content, *(part for part in content.values() if isinstance(part, dict))):
+                settings.update({key: False for key in ("tie_word_embeddings",) if key in settings})
+            content["tie_word_embeddings"] = False
         return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
 
 

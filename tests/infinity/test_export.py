@@ -245,6 +245,43 @@ def _export(offload: MakeEngine, folder: Path, model: nn.Module, options: Export
     return export_checkpoint(folder / "saved", folder / "out", options)
 
 
+_TIED: dict[str, dict[str, Any]] = {
+    "head": {"target_modules": ["lm_head"]},
+    "embedding": {"target_modules": ["embed_tokens"]},
+    "both": {"target_modules": ["lm_head", "embed_tokens"]},
+    "whole embedding": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "neither": {"target_modules": ["q_proj"]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize("kind", _TIED)
+def test_tied_weights_of_which_an_adapter_changes_one_are_merged_apart(
+    offload: MakeEngine, tmp_path: Path, kind: str
+) -> None:
+    """What is merged computes what was trained, of an engine and of a checkpoint; PEFT's own merge would not."""
+    model = _adapted("qwen2", **_TIED[kind])
+    engine = offload(model, **_BUDGETS)
+    optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-1)
+    for step in range(2):
+        hf_models.hf_loss(model, hf_models.token_batch(step)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = _logits(model.eval())
+    engine.save(tmp_path / "saved")
+    engine.export(tmp_path / "live", merge=True, shard_size=None)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", ExportOptions(merge=True))
+    assert load_file(tmp_path / "live" / "model.safetensors").keys() == (
+        load_file(tmp_path / "out" / "model.safetensors").keys()
+    )
+    for name in ("live", "out"):
+        got, report = type(model.get_base_model()).from_pretrained(tmp_path / name, output_loading_info=True)  # type: ignore[operator]
+        assert not report["missing_keys"]
+        assert not report["unexpected_keys"]
+        assert got.config.tie_word_embeddings == (kind == "neither")
+        assert torch.allclose(_logits(got.eval()), wanted, atol=1e-4)
+
+
 _REFUSED = {
     "dora": "lora_magnitude_vector",
     "tokens": "trainable_tokens_delta",

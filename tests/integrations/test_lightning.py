@@ -315,7 +315,7 @@ def test_an_operation_that_torch_does_not_have_is_refused() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         assert strategy.reduce(torch.tensor(3.0), reduce_op="max").item() == 3.0
-        with pytest.raises(infinity.ConfigError, match="reduce_op='median': torch.distributed.ReduceOp has no such"):
+        with pytest.raises(infinity.ConfigError, match=r"reduce_op='median': .* has no such operation"):
             strategy.reduce(torch.ones(1), reduce_op="median")
     finally:
         torch.distributed.destroy_process_group()
