@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from infinity.errors import IterationError
 from infinity.runtime import Runtime
+from storage.errors import detached
 
 _LOAD_ANOTHER = (
     "some parameters are the new ones and others are not. Load a complete checkpoint, or close this engine and start "
@@ -39,7 +40,7 @@ class Consistency:
             raise IterationError(self._reason) from failure
         if failure is not None:
             self.lose_step(failure)
-            raise failure
+            raise detached(failure)
 
     def notice_failure(self) -> None:
         """An iteration failed. If that was a lost update, which it has raised, the state is lost from now on."""

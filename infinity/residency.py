@@ -24,6 +24,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
+from storage.errors import detached
 from storage.types import Ticket
 
 _HISTORY = 8
@@ -163,7 +164,7 @@ class HostCopy:
     def raise_lost_update(self) -> None:
         """Raise what kept the newest bytes of the shard from being written, if anything did."""
         if self.lost_update is not None:
-            raise self.lost_update
+            raise detached(self.lost_update)
 
     def discard(self) -> None:
         """Give the memory back whatever the state: the engine is closing and nothing is in flight any more."""

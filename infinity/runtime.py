@@ -36,20 +36,23 @@ from infinity.residency import HostCopy
 from infinity.tensor_parallel import TensorParallel
 from storage.budget import TierBudget
 from storage.drives import WrapBackend
-from storage.errors import ClosedError
+from storage.errors import ClosedError, detached
 from storage.pool import HostPool
 from storage.store import ShardStore
 
 
 @dataclass(slots=True, eq=False)
 class Failure:
-    """The first thing that went wrong behind the training thread's back. Set by the I/O loop, read by everybody."""
+    """The first thing that went wrong behind the training thread's back. Set by the I/O loop, read by everybody.
+
+    The error is raised by nobody, for it would keep the frames that it is raised in, with all their tensors.
+    """
 
     error: BaseException | None = None
 
     def note(self, error: BaseException) -> None:
         if self.error is None:
-            self.error = error
+            self.error = detached(error)
 
 
 @dataclass(slots=True, eq=False)

@@ -30,6 +30,7 @@ from infinity.optim.view import OptimizerView
 from infinity.rank_gradients import RankGradientSink
 from infinity.runtime import Runtime
 from infinity.waiting_gradients import WaitingGradients
+from storage.errors import detached
 
 _log = logging.getLogger(__name__)
 
@@ -404,7 +405,7 @@ class Updates:
 def _told_later(error: BaseException) -> BaseException:
     """What those are told who come to an update that was lost with this: a Ctrl-C of before is none of theirs."""
     if isinstance(error, Exception):
-        return error
+        return detached(error)
     told = IterationError(f"the update was lost, because optimizer.step() was interrupted ({type(error).__name__})")
-    told.__cause__ = error
+    told.__cause__ = detached(error)
     return told

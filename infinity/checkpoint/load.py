@@ -8,6 +8,7 @@ rounds when that is the narrower one, as when the model was offloaded.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -176,6 +177,9 @@ def refuse_gathered(runtime: Runtime) -> None:
     resident = {group.index for group in runtime.resident_groups}
     runtime.gatherer.drop_ahead(runtime.groups)
     runtime.gatherer.release_unviewed()
+    if runtime.gatherer.kept:
+        gc.collect()  # the frames of an exception hold its tensors until somebody looks for cycles
+        runtime.gatherer.release_unviewed()
     held = [group.key for group in runtime.gatherer.gathered() if group.index not in resident]
     if held:
         raise CheckpointError(

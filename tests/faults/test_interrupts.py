@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import time
@@ -299,6 +300,65 @@ def test_a_ctrl_c_that_lost_a_step_is_not_raised_again(
             infinity.gathered(model),
         ):
             pytest.fail("some of it is lost")
+
+
+def test_frames_of_a_ctrl_c_that_was_dealt_with_keep_nobody_from_loading(offload: MakeEngine, tmp_path: Path) -> None:
+    """They hold views of parameters until the garbage collector comes by, or the engine forgets why a step was lost."""
+    model, engine, optimizer = _make(offload, "synchronous")
+    train(model, optimizer, 0)
+    engine.save(tmp_path / "saved")
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        kept = module.get_parameter("weight").detach()
+        if kept.numel():
+            raise KeyboardInterrupt
+
+    def forward() -> None:
+        try:
+            loss_of(model, batch(1))
+        except KeyboardInterrupt as error:
+            caught = error  # a cycle: its frames hold this one
+            assert caught is error
+
+    gc.disable()
+    try:
+        handle = model.get_submodule("blocks.1.up").register_forward_pre_hook(interrupt)
+        forward()
+        handle.remove()
+        optimizer.zero_grad()
+        assert engine._runtime.gatherer.kept
+        engine.load(tmp_path / "saved", optimizer=optimizer)
+    finally:
+        gc.enable()
+    train(model, optimizer, 1)
+    nothing_gathered(engine)
+
+
+def test_the_error_of_a_lost_step_keeps_no_views(
+    offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine keeps it, and the frames that it was raised in would keep parameters gathered for ever."""
+    model, engine, optimizer = _make(offload, "synchronous")
+    train(model, optimizer, 0)
+    engine.save(tmp_path / "saved")
+
+    def step() -> None:
+        with infinity.gathered(model.get_submodule("head")):
+            kept = model.get_parameter("head.weight").detach()
+        loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert kept.numel()
+
+    with monkeypatch.context() as patch:
+        sink = engine._runtime.sink
+        patch.setattr(sink, "take", _Once(sink.take, at_call=2))
+        with pytest.raises(KeyboardInterrupt):
+            step()
+    with pytest.raises(infinity.IterationError, match="lost half-way"):
+        train(model, optimizer, 1)
+    engine.load(tmp_path / "saved", optimizer=optimizer)
+    train(model, optimizer, 1)
+    nothing_gathered(engine)
 
 
 class _Slow:
