@@ -157,6 +157,5 @@ def smallest_chunk_numel(request: Request) -> int:
 def held_together(units: Sequence[Unit]) -> Iterator[tuple[Unit, list[FlatGroup]]]:
     """For every unit, the groups that are gathered while it runs: its own and those of the units it lies in."""
     streamed = [unit for unit in units if not unit.resident]
-    for unit in streamed:
-        around = enclosing(unit, streamed)
+    for unit, around in zip(streamed, enclosing(streamed), strict=True):
         yield unit, list({g.index: g for other in around for g in other.groups}.values())

@@ -14,7 +14,7 @@ Owned by the training thread. Other threads read only what never changes (`layou
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -308,9 +308,20 @@ class Unit:
         raise TypeError(f"unit {self.name!r} of an offloaded model cannot be pickled; save and load it instead")
 
 
-def enclosing(unit: Unit, units: Sequence[Unit]) -> list[Unit]:
-    """The units that `unit` lies in, itself included: they run, and are gathered, while it does."""
-    return [other for other in units if any(unit.module is module for module in other.module.modules())]
+def enclosing(units: Sequence[Unit]) -> list[list[Unit]]:
+    """For every unit those of them that it lies in, itself included: they run, and are gathered, while it does.
+
+    Every module is looked at once for each unit around it: plans of a thousand units are made while somebody waits.
+    """
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, unit in enumerate(units):
+        places[id(unit.module)].append(place)
+    around: list[list[Unit]] = [[] for _ in units]
+    for other in units:
+        for module in other.module.modules():
+            for place in places.get(id(module), ()):
+                around[place].append(other)
+    return around
 
 
 def count_uses(units: Sequence[Unit]) -> dict[int, int]:
@@ -319,9 +330,9 @@ def count_uses(units: Sequence[Unit]) -> dict[int, int]:
     A unit that lies in another one with the same group finds it gathered.
     """
     uses: Counter[int] = Counter()
-    for unit in units:
-        around = [other for other in enclosing(unit, units) if other is not unit and not other.resident]
-        held = {group.index for other in around for group in other.groups}
+    for unit, around in zip(units, enclosing(units), strict=True):
+        outer = [other for other in around if other is not unit and not other.resident]
+        held = {group.index for other in outer for group in other.groups}
         uses.update(group.index for group in unit.groups if group.index not in held)
     return dict(uses)
 
@@ -329,9 +340,10 @@ def count_uses(units: Sequence[Unit]) -> dict[int, int]:
 def backward_order(units: Sequence[Unit]) -> list[Unit]:
     """Units (given in module order) as their backward begins: in reverse, but one that encloses others before them."""
     ordered: list[Unit] = []
-    for unit in units:  # whoever comes later goes to the front, behind the innermost unit around it
-        around = [other for other in enclosing(unit, ordered) if other is not unit]
-        place = max((ordered.index(other) + 1 for other in around), default=0)
+    for unit, around in zip(units, enclosing(units), strict=True):
+        # Whoever comes later goes to the front, behind the innermost unit around it.
+        outer = [other for other in around if other is not unit and other in ordered]
+        place = max((ordered.index(other) + 1 for other in outer), default=0)
         ordered.insert(place, unit)
     return ordered
 

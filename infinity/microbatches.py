@@ -75,7 +75,8 @@ class MicroBatches:
 def sliced_units(units: Sequence[Unit]) -> set[int]:
     """Indices of the units that can be sliced: those with no other streamed unit inside."""
     streamed = [unit for unit in units if not unit.resident]
-    around = {other.index for unit in streamed for other in enclosing(unit, streamed) if other is not unit}
+    pairs = zip(streamed, enclosing(streamed), strict=True)
+    around = {other.index for unit, outer in pairs for other in outer if other is not unit}
     return {unit.index for unit in streamed} - around
 
 

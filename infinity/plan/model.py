@@ -13,7 +13,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def model_plan(
         if not specs:
             raise UnsupportedModelError(f"{name} has no parameters; there is nothing to plan")
         try:
-            work, order = _trace(module, specs, seq, batch, activation_itemsize)
+            work, order = _trace_once(source, module, specs, seq, batch, activation_itemsize)
             untraced = ""
         except Exception as error:  # of any kind: the forward is the user's; the notes of the plan tell of it
             work, order = _estimate(specs, seq * batch), ()
@@ -322,6 +322,25 @@ class _Meter(TorchFunctionMode):
     def _nbytes(self, tensor: torch.Tensor) -> int:
         """On the meta device everything computes in fp32; what a run computes in is known to the planner."""
         return tensor.numel() * (self._itemsize if tensor.dtype.is_floating_point else tensor.itemsize)
+
+
+def _trace_once(
+    source: str | GptShape, module: nn.Module, specs: Sequence[UnitSpec], seq: int, batch: int, itemsize: int
+) -> tuple[dict[str, UnitWork], tuple[str, ...]]:
+    """What `_trace` gives; of our own transformer by its first two blocks and its last, for all of them are alike."""
+    if not isinstance(source, GptShape) or not isinstance(module, Gpt) or source.layers < 4:
+        return _trace(module, specs, seq, batch, itemsize)
+    middle = [f"blocks.{number}" for number in range(1, source.layers - 1)]
+    if not {spec.name for spec in specs}.issuperset(middle):
+        return _trace(module, specs, seq, batch, itemsize)
+    with empty_init():
+        few = Gpt(replace(source, layers=1))
+    few.tokens, few.positions, few.norm, few.head = module.tokens, module.positions, module.norm, module.head
+    few.blocks = nn.ModuleList([module.blocks[0], module.blocks[1], module.blocks[-1]])
+    work, order = _trace(few, specs, seq, batch, itemsize)
+    work |= dict.fromkeys(middle, work[middle[0]])
+    place = order.index(middle[0])
+    return work, (*order[:place], *middle, *order[place + 1 :])
 
 
 def _trace(

@@ -77,6 +77,7 @@ def expected_step_traffic(
         micro_batches: backward passes before the step.
     """
     traffic = StepTraffic()
+    records: dict[tuple[object, ...], tuple[int, int]] = {}  # of groups that are alike, as most are
     synchronous = placement.schedule is Schedule.SYNCHRONOUS
     overlapped = placement.schedule is Schedule.OVERLAPPED
     for group in groups:
@@ -100,12 +101,19 @@ def expected_step_traffic(
             traffic.param.add(group, group.param_span, size, writes=int(group.trainable))
         if group.trainable and placement.stores_state(group.index):
             is_read = not is_first and group.index not in placement.pinned_states
-            for chunk in group.layout.cut(placement.chunk_numel, group.state_span):
-                payload = record_payload_nbytes(chunk, fields)
-                padding = record_nbytes(chunk, fields) - payload
-                traffic.state.add_bytes(payload, padding, reads=int(is_read), writes=1)
+            alike = (group.layout.numel, group.state_span, *(tuple(slot.shape) for slot in group.layout.slots))
+            if alike not in records:
+                records[alike] = _record_nbytes(group, placement.chunk_numel, fields)
+            traffic.state.add_bytes(*records[alike], reads=int(is_read), writes=1)
         if group.index in placement.spilled_gradients:
             size = GRAD_DTYPE.itemsize
             traffic.grad.add(group, group.grad_span, size, reads=micro_batches - 1, writes=micro_batches)
             traffic.grad.add(group, group.state_span, size, reads=1)  # of the update
     return traffic
+
+
+def _record_nbytes(group: FlatGroup, chunk_numel: int, fields: Sequence[StateField]) -> tuple[int, int]:
+    """Bytes of all records of a group, payload and alignment padding."""
+    chunks = group.layout.cut(chunk_numel, group.state_span)
+    payload = sum(record_payload_nbytes(chunk, fields) for chunk in chunks)
+    return payload, sum(record_nbytes(chunk, fields) for chunk in chunks) - payload

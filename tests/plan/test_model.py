@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.models.gpt import Gpt, GptShape
@@ -49,6 +50,24 @@ def test_units_and_their_order_are_those_of_the_engine() -> None:
     blocks = [plan.work[f"blocks.{n}"] for n in range(4)]
     assert len({work.forward_flops for work in blocks}) == 1
     assert all(work.boundary_nbytes == 2 * 32 * 64 * 4 for work in blocks)
+
+
+def test_operations_are_counted_as_torch_counts_them() -> None:
+    counter = FlopCounterMode(display=False)
+    with counter, torch.device("meta"):
+        model, inputs = Gpt(SHAPE), torch.zeros(2, 32, dtype=torch.long)
+        model(inputs, inputs)
+    assert planned(SHAPE).forward_flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", [SHAPE, GptShape(7, 96, 2, 32), GptShape(9, 64, 4, 16)])
+def test_blocks_that_are_alike_are_followed_once(shape: GptShape, factories: ModuleType) -> None:
+    """And give what following all of them gives."""
+    factories.make = lambda: Gpt(shape)  # type: ignore[attr-defined]
+    quick, whole = planned(shape, seq=16), planned("plan_factories:make", seq=16)
+    assert whole.is_traced
+    assert (quick.work, quick.order, quick.untraced) == (whole.work, whole.order, whole.untraced)
+    assert [type(block) for block in quick.module.blocks] == [type(quick.module.blocks[0])] * shape.layers
 
 
 def test_saved_activations_are_what_autograd_keeps() -> None:
