@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -39,6 +39,8 @@ class ShardIo(Protocol):
     @property
     def n_drives(self) -> int: ...
 
+    def nbytes_by_drive(self, key: str, start: int, stop: int) -> Mapping[int, int]: ...
+
     def promote(self, key: str) -> None: ...
 
 
@@ -57,6 +59,10 @@ class SimulatedIo(ABC):
     def n_drives(self) -> int:
         """As `storage.store.ShardStore.n_drives`."""
         return 1
+
+    def nbytes_by_drive(self, key: str, start: int, stop: int) -> Mapping[int, int]:
+        """As `storage.store.ShardStore.nbytes_by_drive`."""
+        return {0: stop - start}
 
     @property
     def in_flight(self) -> int:

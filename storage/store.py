@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from storage.ordering import Operation
 from storage.reserve import check_arguments, open_all, reserve
 from storage.space import DriveReport, Space
 from storage.stats import IoStats
+from storage.stripes import overlap
 from storage.transfer import StoredKey
 from storage.transfer_arguments import as_pages, check_span
 from storage.types import Op, Priority, Ticket, TrafficTag
@@ -161,6 +162,15 @@ class ShardStore:
         """Bytes of a key; KeyError if there is none of that name."""
         with self._lock:
             return self._entry(key).nbytes
+
+    def nbytes_by_drive(self, key: str, start: int, stop: int) -> Mapping[int, int]:
+        """Bytes of a span of a key by the drive that they lie on now; nothing if there is no key of that name."""
+        found: dict[int, int] = {}
+        with self._lock:
+            entry = self._keys.get(key)
+            for piece, begin, end in overlap(entry.pieces if entry is not None else (), start, stop):
+                found[piece.extent.drive] = found.get(piece.extent.drive, 0) + end - begin
+        return found
 
     def hold(self, keys: Sequence[str]) -> HeldKeys:
         """Keep what these keys hold now, as files and offsets, until it is let go; training goes on meanwhile.

@@ -22,10 +22,10 @@ from functools import partial
 
 import torch
 
-from infinity.chunk_order import spread_over_drives
 from infinity.gradients import gradient_key
 from infinity.groups import FlatGroup
 from infinity.link import LinkPatience
+from infinity.optim.drive_turns import in_turns
 from infinity.optim.group_update import ChunkBuffers, ChunkRun, CountDown, GroupUpdate
 from infinity.optim.hyper import Kernel
 from infinity.optim.records import Record
@@ -148,7 +148,7 @@ class UpdatePipeline:
             runs = [ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
             writes: list[Ticket] = []
             remaining = CountDown(len(runs), lambda: self._computed(update, copy, runs, writes))
-            ordered = spread_over_drives(runs, self._store.n_drives if self._store is not None else 1)
+            ordered = in_turns(self._store, update, copy, runs)
             tasks = [asyncio.create_task(self._update_chunk(update, run, copy, remaining, arrival)) for run in ordered]
             await asyncio.wait([arrival, *tasks])
             errors = [error for task in (arrival, *tasks) if (error := task.exception()) is not None]

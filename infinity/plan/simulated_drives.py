@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.plan.drives import DriveModel
@@ -163,6 +163,9 @@ class SimulatedDrives(SimulatedIo):
     @property
     def n_drives(self) -> int:
         return len(self.servers)
+
+    def nbytes_by_drive(self, key: str, start: int, stop: int) -> Mapping[int, int]:
+        return self.spread.shares(key, start, stop)
 
     def nbytes(self, op: Op, step: int) -> int:
         """Bytes of one step in one direction."""

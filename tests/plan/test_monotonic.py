@@ -254,6 +254,20 @@ STILL_READ = request_of(
     dram=200e9,
     optimizer_s=2e-9,
 )
+# Longer chunks of the optimizer, whose records then lay on the drive of their parameters: drives worked by turns.
+SAME_DRIVE = request_of(
+    3,
+    512,
+    Schedule.DEFERRED,
+    host=4.575,
+    device=2.458,
+    read=7e9,
+    drives=2,
+    link=5e9,
+    dram=200e9,
+    optimizer_s=2e-9,
+    duplex=0.0,
+)
 # With all parameters and gradients in memory, the optimizer's thread waited for one gradient while others were there.
 ARRIVING = request_of(
     4,
@@ -317,6 +331,7 @@ LONGER_CHUNKS = request_of(
 @example(request=JUST_WHOLE_OVERLAPPED, what="host memory", factor=1.05)
 @example(request=LONGER_CHUNKS, what="host memory", factor=1.05)
 @example(request=STILL_READ, what="host memory", factor=1.05)
+@example(request=SAME_DRIVE, what="host memory", factor=1.15)
 @example(request=KEPT, what="host memory", factor=1.05)
 @example(request=ARRIVING, what="host memory", factor=1.3)
 @example(request=CHUNKS, what="host memory", factor=1.05)

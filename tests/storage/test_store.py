@@ -235,6 +235,11 @@ def test_keys_spread_over_drives(open_store: MakeStore, pool: HostPool, drives: 
         finish(store.submit_read("a", target.memory[: 2 * MIB], offset=MIB, tag=TAG))
         assert target.memory[: 2 * MIB] == source.memory[middle]
     assert store.stats.total(Op.WRITE).operations == 1
+    by_drive = store.nbytes_by_drive("a", 0, nbytes)
+    assert sum(by_drive.values()) == nbytes
+    assert sorted(by_drive) == list(range(drives))
+    assert sum(store.nbytes_by_drive("a", MIB, MIB + PAGE).values()) == PAGE
+    assert not store.nbytes_by_drive("b", 0, PAGE)
     store.delete("a")
     assert all(drive.file.extents.largest_free_nbytes == drive.file.extents.capacity_nbytes for drive in store._drives)
 
