@@ -25,7 +25,7 @@ def in_turns(
     Args:
         copy: of the shard, if one is in host memory.
     """
-    if store is None or store.n_drives == 1:
+    if store is None or store.n_drives <= 1:
         return runs
     loads = [_load(store, update, copy, run) for run in runs]
     return [runs[number] for number in evenly(loads)]
