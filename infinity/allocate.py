@@ -350,8 +350,7 @@ def _free_memory(made: Sequence[Runtime]) -> None:
 
 def _pin_states(runtime: Runtime) -> None:
     """Host memory for the state that is placed there for good; it is born zero."""
-    for index in runtime.placement.pinned_states:
-        if index in runtime.states:
-            for record in runtime.states[index].records:
-                if record.nbytes:
-                    record.lease = runtime.pool.lease(record.nbytes, record.key)
+    for index, state in runtime.states.items():
+        for record in state.records:
+            if record.nbytes and runtime.placement.pins_state(index, record.chunk.index):
+                record.lease = runtime.pool.lease(record.nbytes, record.key)

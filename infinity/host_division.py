@@ -21,12 +21,14 @@ ahead and chunks of the pipeline overlap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from infinity.config import Schedule
 from infinity.demand import MIN_CHUNK_NUMEL, Request, Sizes, Term, chunkings, smallest_chunk_numel
 from infinity.gradients import GRAD_DTYPE
+from infinity.groups import FlatGroup
 from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.optim.hyper import stored_nbytes
 from infinity.passage import DEPTH as PASSAGE_DEPTH
 from infinity.sizes import MIB, format_nbytes
 from storage.align import align_down
@@ -76,7 +78,7 @@ class HostDivision:
     Attributes:
         window_nbytes, gradients_nbytes, transit_nbytes, pipeline_nbytes, passage_nbytes: of the parts.
         chunk_numel, passage_numel: elements of a chunk of the pipeline, and of one that passes host memory.
-        chunked, spilled, pinned_params, pinned_states: indices of groups; see `Placement`.
+        chunked, spilled, pinned_params, pinned_states, pinned_chunks: indices of groups; see `Placement`.
         minimum_nbytes: of this division.
         smallest_nbytes: of the one that needs least.
         whole_nbytes: of the one in which no group passes host memory in chunks.
@@ -93,6 +95,8 @@ class HostDivision:
         self.chunk_numel = self._smallest_chunk()
         self.pinned_params = set(sizes.resident)
         self.pinned_states = set(sizes.resident)
+        self.pinned_chunks: dict[int, int] = {}
+        self._pinned_part_nbytes = 0  # of those chunks
         trainable = [g.index for g in sizes.streamed if g.trainable]
         self.chunked = sizes.chunked
         self.passage_numel = MIN_CHUNK_NUMEL
@@ -168,11 +172,13 @@ class HostDivision:
 
     def _pinned_nbytes(self) -> int:
         shard, state = self._sizes.shard_nbytes, self._sizes.state_nbytes
-        return sum(shard[i] for i in self.pinned_params) + sum(state[i] for i in self.pinned_states)
+        whole_nbytes = sum(shard[i] for i in self.pinned_params) + sum(state[i] for i in self.pinned_states)
+        return whole_nbytes + self._pinned_part_nbytes
 
     def terms(self) -> list[Term]:
         """The division as lines of the plan."""
-        pinned = f"shards of {len(self.pinned_params)} and state of {len(self.pinned_states)} groups, for good"
+        part = ", and a part of another's" if self.pinned_chunks else ""
+        pinned = f"shards of {len(self.pinned_params)} and state of {len(self.pinned_states)} groups{part}, for good"
         held = {
             Schedule.OVERLAPPED: "gradients on their way into the update",
             Schedule.DEFERRED: "gradients held from backward to their update in the next forward",
@@ -214,13 +220,13 @@ class HostDivision:
         else:
             self._wait_for_updates(2)
         self.window_nbytes = self._grown(self.window_nbytes, 4 * sizes.working_set_nbytes)
-        self._pin(self.pinned_params, sizes.shard_nbytes, by_uses=True)
+        self._pin_params()
         streamed = [g for g in sizes.streamed if g.index not in self.pinned_params | self.chunked]
         if not streamed:
             self.window_nbytes = self._missing_for_staging()  # nothing is read ahead any more
             if not self.holds_gradients:
                 self._wait_for_updates(_GRADIENTS_AHEAD)
-        self._pin(self.pinned_states, sizes.state_nbytes)
+        self._pin_states()
         self.window_nbytes = self._grown(self.window_nbytes, sum(g.shard_nbytes for g in streamed))
         if not streamed:
             self.window_nbytes = 0
@@ -240,9 +246,10 @@ class HostDivision:
                 self.spilled.discard(index)
 
     def _wait_for_updates(self, n_units: int) -> None:
-        """Room for the gradients of so many units, of which one is computed while others wait for their updates."""
-        largest_nbytes = max(self._sizes.unit_gradients_nbytes, default=0)
-        self.gradients_nbytes = self._grown(self.gradients_nbytes, n_units * largest_nbytes)
+        """Room for the gradients of so many units that run one after another: one is computed, others wait."""
+        units = self._sizes.unit_gradients_nbytes
+        most_nbytes = max((sum(units[i : i + n_units]) for i in range(len(units))), default=0)
+        self.gradients_nbytes = self._grown(self.gradients_nbytes, most_nbytes)
 
     def _deepen_pipeline(self) -> None:
         """Room for several chunks at a time, then for larger ones.
@@ -304,12 +311,38 @@ class HostDivision:
             "schedule='overlapped' avoids that where neither accumulation nor clipping is used"
         )
 
-    def _pin(self, pinned: set[int], nbytes: Mapping[int, int], *, by_uses: bool = False) -> None:
-        uses = self._sizes.uses
-        for group in sorted(self._sizes.streamed, key=lambda g: -uses[g.index] if by_uses else 0):
-            is_here = group.index in pinned or (group.index in self.chunked and pinned is self.pinned_params)
-            if not is_here and 0 < nbytes[group.index] <= self._left_nbytes():
-                pinned.add(group.index)
+    def _pin_params(self) -> None:
+        """Shards, those first that most units use."""
+        sizes = self._sizes
+        for group in sorted(sizes.streamed, key=lambda g: -sizes.uses[g.index]):
+            is_here = group.index in self.pinned_params | self.chunked
+            if not is_here and sizes.shard_nbytes[group.index] <= self._left_nbytes():
+                self.pinned_params.add(group.index)
+
+    def _pin_states(self) -> None:
+        """State in the order of the groups, of the last one as many chunks as there is memory for.
+
+        The first groups, because their updates are the last of a step. [Note: value of a byte]
+        """
+        state_nbytes = self._sizes.state_nbytes
+        for group in self._sizes.streamed:
+            if group.index in self.pinned_states or not state_nbytes[group.index]:
+                continue
+            if state_nbytes[group.index] > self._left_nbytes():
+                self._pin_chunks(group)
+                return
+            self.pinned_states.add(group.index)
+
+    def _pin_chunks(self, group: FlatGroup) -> None:
+        count, left_nbytes = 0, self._left_nbytes()
+        for chunk in group.layout.cut(self.chunk_numel, group.state_span):
+            nbytes = stored_nbytes(self._request.fields, chunk.numel)
+            if self._pinned_part_nbytes + nbytes > left_nbytes:
+                break
+            self._pinned_part_nbytes += nbytes
+            count += 1
+        if count:
+            self.pinned_chunks[group.index] = count
 
     def kept(self, *, from_end: bool) -> list[int]:
         """Groups whose copies are kept across the turn (the last ones) or the step boundary (the first ones)."""
@@ -337,5 +370,6 @@ class HostDivision:
             copies = 2 if is_durable and group.trainable else 1
             total += copies * sizes.shard_nbytes[i] if is_durable or i not in self.pinned_params else 0
             total += copies * sizes.state_nbytes[i] if is_durable or i not in self.pinned_states else 0
+            total -= self._pinned_part_nbytes if i in self.pinned_chunks and not is_durable else 0
             total += sizes.gradient_nbytes[i] if i in self.spilled else 0
         return total

@@ -32,6 +32,7 @@ class Placement:
 
     Attributes:
         pinned_params, pinned_states: group indices whose shard or state is in host memory for good.
+        pinned_chunks: by index of a group whose state is there in part: how many of its first chunks.
         spilled_gradients: group indices whose gradients wait for the update in the swap file.
         keep_at_turn, keep_at_boundary: groups whose copies stay from forward to backward, and from update to forward.
         chunked: group indices whose shard and gradient pass host memory in chunks; see [Note: chunked groups].
@@ -62,6 +63,7 @@ class Placement:
     passage_numel: int
     pinned_params: frozenset[int]
     pinned_states: frozenset[int]
+    pinned_chunks: Mapping[int, int]
     spilled_gradients: frozenset[int]
     chunked: frozenset[int]
     keep_at_turn: frozenset[int]
@@ -77,9 +79,13 @@ class Placement:
         """Whether the shard of a group lies in the swap files."""
         return self.is_durable or index not in self.pinned_params
 
-    def stores_state(self, index: int) -> bool:
-        """Whether the optimizer state of a group that trains lies in the swap files."""
-        return self.is_durable or index not in self.pinned_states
+    def pins_state(self, index: int, chunk: int) -> bool:
+        """Whether the optimizer state of a chunk, counted within its group, is in host memory for good."""
+        return index in self.pinned_states or chunk < self.pinned_chunks.get(index, 0)
+
+    def stores_state(self, index: int, chunk: int) -> bool:
+        """Whether the optimizer state of a chunk of a group that trains lies in the swap files."""
+        return self.is_durable or not self.pins_state(index, chunk)
 
     @property
     def state_pinned_nbytes(self) -> int:
@@ -138,6 +144,7 @@ def make_placement(request: Request) -> Placement:
         passage_numel=host.passage_numel,
         pinned_params=frozenset(host.pinned_params),
         pinned_states=frozenset(host.pinned_states),
+        pinned_chunks=dict(host.pinned_chunks),
         spilled_gradients=frozenset(host.spilled),
         chunked=frozenset(host.chunked),
         keep_at_turn=frozenset(host.kept(from_end=True)),

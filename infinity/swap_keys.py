@@ -33,8 +33,8 @@ def swap_keys(groups: Sequence[FlatGroup], states: Mapping[int, GroupState], pla
     for group in groups:
         if placement.stores_param(group.index):
             yield SwapKey(group.key, group.shard_nbytes, str(group.shard_dtype))
-        if group.index in states and placement.stores_state(group.index):
-            records = states[group.index].records
-            yield from (SwapKey(record.key, record.nbytes, "state") for record in records if record.nbytes)
+        for record in states[group.index].records if group.index in states else ():
+            if record.nbytes and placement.stores_state(group.index, record.chunk.index):
+                yield SwapKey(record.key, record.nbytes, "state")
         if group.index in placement.spilled_gradients:
             yield SwapKey(gradient_key(group), gradient_nbytes(group), str(GRAD_DTYPE), is_volatile=True)

@@ -17,7 +17,6 @@ from infinity.layout import Chunk
 from infinity.optim.hyper import StateField, stored_nbytes
 from infinity.optim.moments import rounding_seed
 from storage.pool import Lease
-from storage.store import ShardStore
 
 
 def record_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
@@ -64,13 +63,6 @@ class Record:
             tensors.append(torch.frombuffer(memory, dtype=f.dtype, offset=offset, count=numel))
             offset += f.stored_nbytes(self.chunk.numel)
         return tensors
-
-
-def create_records(store: ShardStore, state: GroupState) -> None:
-    """Make room for a group's records in the swap files; an optimizer without state has none."""
-    for record in state.records:
-        if record.nbytes:
-            store.create(record.key, record.nbytes)
 
 
 @dataclass(slots=True, eq=False)

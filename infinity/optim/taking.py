@@ -7,12 +7,13 @@ is taken as it is: its records take the place of the planned ones, and host memo
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from infinity.config import OptimizerKind
 from infinity.errors import ConfigError
 from infinity.optim.hyper import most_nbytes_per_element
 from infinity.optim.kernels import kernel_for
-from infinity.optim.records import GroupState, create_records, record_nbytes
+from infinity.optim.records import GroupState, record_nbytes
 from infinity.runtime import Runtime
 
 
@@ -64,24 +65,33 @@ def _drop_records(runtime: Runtime) -> None:
 def _place_records(runtime: Runtime) -> None:
     """In host memory where the plan says so and, in order, where what the other optimizer needed has become free."""
     placement = runtime.placement
-    size = {
-        index: sum(record_nbytes(record.chunk, record.fields) for record in state.records)
+    sizes = {
+        index: [record_nbytes(record.chunk, record.fields) for record in state.records]
         for index, state in runtime.states.items()
     }
     pinned = set(placement.pinned_states)
-    free = _planned_nbytes(runtime) - sum(size.get(index, 0) for index in pinned)
-    for index, nbytes in size.items():
-        if index not in pinned and 0 < nbytes <= free:
+    free = _planned_nbytes(runtime) - sum(sum(sizes.get(index, [])) for index in pinned)
+    chunks: dict[int, int] = {}
+    for index, nbytes in sizes.items():
+        if index in pinned or not sum(nbytes):
+            continue
+        ends = list(accumulate(nbytes))
+        if ends[-1] <= free:
             pinned.add(index)
-            free -= nbytes
+            free -= ends[-1]
+            continue
+        if count := sum(end <= free for end in ends):
+            chunks[index] = count
+        break  # the groups after it would hold what this one needs
+    runtime.placement = placed = replace(placement, pinned_states=frozenset(pinned), pinned_chunks=chunks)
     for index, state in runtime.states.items():
-        if index in pinned:
-            for record in state.records:
-                if record.nbytes:
-                    record.lease = runtime.pool.lease(record.nbytes, record.key)
-        elif runtime.store is not None:
-            create_records(runtime.store, state)
-    runtime.placement = replace(placement, pinned_states=frozenset(pinned))
+        for record in state.records:
+            if not record.nbytes:
+                continue
+            if placed.pins_state(index, record.chunk.index):
+                record.lease = runtime.pool.lease(record.nbytes, record.key)
+            elif runtime.store is not None:
+                runtime.store.create(record.key, record.nbytes)
 
 
 def _planned_nbytes(runtime: Runtime) -> int:

@@ -160,7 +160,7 @@ class Machinery:
         for record in state.records:
             record.is_initialised = True  # the step that is asked about is not the first
             record.is_durable = placement.is_durable
-            if group.index in placement.pinned_states:
+            if placement.pins_state(group.index, record.chunk.index):
                 record.lease = self.pool.lease(record.nbytes, record.key)
         return state
 

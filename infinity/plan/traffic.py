@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from infinity.config import Schedule
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
-from infinity.layout import FlatSpan
+from infinity.layout import Chunk, FlatSpan
 from infinity.optim.hyper import StateField
 from infinity.optim.records import record_nbytes, record_payload_nbytes
 from infinity.placement import Placement
@@ -99,11 +99,17 @@ def expected_step_traffic(
                 traffic.param.add(group, group.state_span, size, reads=2 * update)
         elif placement.is_durable:
             traffic.param.add(group, group.param_span, size, writes=int(group.trainable))
-        if group.trainable and placement.stores_state(group.index):
+        if group.index in placement.pinned_chunks:
+            for chunk in group.layout.cut(placement.chunk_numel, group.state_span):
+                if placement.stores_state(group.index, chunk.index):
+                    is_read = not is_first and not placement.pins_state(group.index, chunk.index)
+                    traffic.state.add_bytes(*_record_nbytes([chunk], fields), reads=int(is_read), writes=1)
+        elif group.trainable and (placement.is_durable or group.index not in placement.pinned_states):
             is_read = not is_first and group.index not in placement.pinned_states
             alike = (group.layout.numel, group.state_span, *(tuple(slot.shape) for slot in group.layout.slots))
             if alike not in records:
-                records[alike] = _record_nbytes(group, placement.chunk_numel, fields)
+                chunks = group.layout.cut(placement.chunk_numel, group.state_span)
+                records[alike] = _record_nbytes(chunks, fields)
             traffic.state.add_bytes(*records[alike], reads=int(is_read), writes=1)
         if group.index in placement.spilled_gradients:
             size = GRAD_DTYPE.itemsize
@@ -112,8 +118,7 @@ def expected_step_traffic(
     return traffic
 
 
-def _record_nbytes(group: FlatGroup, chunk_numel: int, fields: Sequence[StateField]) -> tuple[int, int]:
-    """Bytes of all records of a group, payload and alignment padding."""
-    chunks = group.layout.cut(chunk_numel, group.state_span)
+def _record_nbytes(chunks: Sequence[Chunk], fields: Sequence[StateField]) -> tuple[int, int]:
+    """Bytes of the records of chunks, payload and alignment padding."""
     payload = sum(record_payload_nbytes(chunk, fields) for chunk in chunks)
     return payload, sum(record_nbytes(chunk, fields) for chunk in chunks) - payload

@@ -143,7 +143,8 @@ def worth(request: Request, plan: Placement) -> Worth:
         sum(index in plan.pinned_params and index in held for index in small),
         sum(sizes[index] for index in held),
         sum(request.groups[index].shard_nbytes for index in plan.pinned_params),
-        sum(sizes[index] for index in plan.pinned_states),
+        sum(sizes[index] for index in plan.pinned_states)
+        + sum(min(count * plan.chunk_numel, sizes[index]) for index, count in plan.pinned_chunks.items()),
     )
 
 
@@ -313,7 +314,9 @@ def test_the_swap_file_holds_what_host_memory_does_not(request: Request, data: s
     expected = 0
     for group in request.groups:
         expected += 0 if group.index in plan.pinned_params else group.shard_nbytes
-        expected += group.layout.numel * state_size * (group.trainable and group.index not in plan.pinned_states)
+        if group.trainable and group.index not in plan.pinned_states:
+            held = plan.pinned_chunks.get(group.index, 0) * plan.chunk_numel
+            expected += max(group.layout.numel - held, 0) * state_size
         expected += 4 * group.layout.numel * (group.index in plan.spilled_gradients)
     assert plan.nvme_nbytes == expected
     assert replace(plan, notes=()) == replace(plan_at(replace(request, nvme_budget_nbytes=expected), budget), notes=())
@@ -333,8 +336,9 @@ def test_what_an_engine_stores_fits_in_the_swap_files(
     plan = plan_at(request, data.draw(st.integers(smallest_host_nbytes(request), minima(request)[0] + 500_000)))
     keys = [group.shard_nbytes for group in request.groups if plan.stores_param(group.index)]
     for group in request.groups:
-        if group.trainable and plan.stores_state(group.index):
-            keys += [record.nbytes for record in GroupState.build(group, plan.chunk_numel, request.fields).records]
+        if group.trainable:
+            records = GroupState.build(group, plan.chunk_numel, request.fields).records
+            keys += [record.nbytes for record in records if plan.stores_state(group.index, record.chunk.index)]
         if group.index in plan.spilled_gradients:
             keys.append(gradient_nbytes(group))
     assert sum(keys) <= plan.nvme_nbytes

@@ -31,7 +31,8 @@ def random_case(seed: int, most_units: int = 6) -> Scenario:
             time=UnitTime(chance.choice([1e-4, 1e-3, 5e-3]), chance.choice([2e-4, 2e-3, 1e-2])),
             speeds=_INSTANT,
         )
-        if not (scenario.placement.pinned_params or scenario.placement.pinned_states):
+        placed = scenario.placement
+        if not (placed.pinned_params or placed.pinned_states or placed.pinned_chunks):
             return scenario
 
 

@@ -127,7 +127,8 @@ def train_share(folder: Path, case: Case, rank: int, size: int, **offload: Any) 
         outcome.metrics["received"] = outcome.metrics.get(received, 0) - before.get(received, 0)
         outcome.metrics["numel"] = sum(group.layout.numel for group in engine._runtime.groups)
         outcome.metrics["units"] = sum(not unit.resident for unit in engine._runtime.units)
-        outcome.metrics["swapped states"] = len(engine._runtime.states) - len(engine.plan.placement.pinned_states)
+        states = engine._runtime.states.values()
+        outcome.metrics["swapped states"] = sum(any(r.lease is None for r in state.records) for state in states)
         outcome.metrics["chunked"] = len(engine.plan.placement.chunked)
         outcome.metrics["host budget"] = engine.plan.placement.host_budget_nbytes
         groups = engine._runtime.groups

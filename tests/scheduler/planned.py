@@ -200,7 +200,7 @@ class PlannedRun:
             if group.trainable:
                 self.states[group.index] = GroupState.build(group, placement.chunk_numel, FIELDS)
                 for record in self.states[group.index].records:
-                    if group.index in placement.pinned_states:
+                    if placement.pins_state(group.index, record.chunk.index):
                         record.lease = self.pool.lease(record.nbytes, record.key)
                     else:
                         self.store.create(record.key, record.nbytes)
