@@ -80,7 +80,7 @@ def test_deferred_updates_run_in_the_order_of_the_next_forward() -> None:
 
 def test_a_second_drive_makes_what_binds_faster() -> None:
     shapes = [UnitShape((256,)) for _ in range(8)]  # of 4 MiB: every drive holds a part of each shard
-    one = make_scenario(shapes, drives=[DriveModel(1e8, 1e8)], spare_nbytes=40 * 64 * PAGE_NBYTES)
+    one = make_scenario(shapes, drives=[DriveModel(1e8, 1e8)], spare_nbytes=20 * 64 * PAGE_NBYTES)
     two = replace(one, drives=[DriveModel(1e8, 1e8)] * 2)
     assert simulate(one).step_s / simulate(two).step_s == pytest.approx(2.0, rel=0.05)
 
