@@ -62,6 +62,16 @@ def test_same_bits_and_the_bytes_that_are_left(offload: MakeEngine, schedule: st
     assert [counted["nvme_write_bytes/state"] for counted in engine.traffic.per_step] == [payload] * 4
 
 
+def test_on_two_drives(offload: MakeEngine, tmp_path: Path) -> None:
+    """The order of chunks follows where their bytes are; some have none on a drive."""
+    settings: dict[str, Any] = {
+        "schedule": "overlapped",
+        "chunk": CHUNK,
+        "nvme": {"paths": [tmp_path / "a", tmp_path / "b"]},
+    }
+    assert_parity(LOOP, offload, host={"budget": part_budget(offload, **settings)}, **settings)
+
+
 def test_the_first_groups_are_held_and_the_beginning_of_the_next(offload: MakeEngine) -> None:
     settings: dict[str, Any] = {"schedule": "overlapped", "chunk": CHUNK}
     with offload(build(Net), host={"budget": part_budget(offload, **settings)}, **settings) as engine:
