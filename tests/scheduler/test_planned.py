@@ -170,22 +170,27 @@ def test_any_failure_is_raised_and_nothing_stays_held(
 ) -> None:
     request, placement = plan(shapes, schedule, spare)
     failing = random.Random(seed + 1)
-    made: list[BaseException] = []
+    made: set[tuple[type[BaseException], str]] = set()
 
     def failure(op: Op, key: str) -> BaseException | None:
         if failing.random() >= rate:
             return None
-        made.append(ReadError("on purpose") if op is Op.READ else WriteError("on purpose"))
-        return made[-1]
+        number = len(made)
+        error = ReadError(f"on purpose {number}") if op is Op.READ else WriteError(f"on purpose {number}")
+        made.add(kind_of(error))
+        return error
+
+    def kind_of(error: BaseException) -> tuple[type[BaseException], str]:
+        return type(error), str(error)  # a lost update is told again by an error like it
 
     async def main(path: Path) -> None:
         run = PlannedRun(path, request, placement, *any_timing(random.Random(seed), failure))
         try:
             for _ in range(STEPS):
                 await run.train()
-        except IoError as error:  # or the like of it: a lost update is told again at every use
-            assert (type(error), str(error)) in [(type(one), str(one)) for one in made]
-        assert all(error in made for error in run.failures)
+        except IoError as error:
+            assert kind_of(error) in made
+        assert all(kind_of(error) in made for error in run.failures)
         await run.close()
 
     in_folder(main)

@@ -32,6 +32,13 @@ def failure(ticket: Ticket) -> BaseException:
     return ticket.exception
 
 
+def assert_like(found: BaseException, error: BaseException) -> None:
+    """The same error told again: what was kept of it holds no frames, so it is an object of its own."""
+    assert type(found) is type(error)
+    assert (str(found), vars(found)) == (str(error), vars(error))
+    assert getattr(found, "errno", None) == getattr(error, "errno", None)
+
+
 def filled(pool: HostPool, nbytes: int, seed: int) -> Lease:
     """Page-aligned memory with bytes that depend on `seed`."""
     lease = pool.lease(nbytes, f"seed {seed}")
