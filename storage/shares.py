@@ -90,7 +90,8 @@ def split(
     if not takers:
         raise ValueError("every drive has a speed of 0: none can take anything")
     while len(takers) > 1:
-        slowest = min(takers, key=lambda drive: speeds[drive])
+        # Of equals the last in the order, so that a key that is asked about again stays on the drives that hold it.
+        slowest = min(reversed(takers), key=lambda drive: speeds[drive])
         if nbytes * speeds[slowest] / sum(speeds[drive] for drive in takers) >= MIN_PIECE_NBYTES:
             return _cut(nbytes, [(drive, speeds[drive]) for drive in takers])
         takers.remove(slowest)
