@@ -316,7 +316,7 @@ class HostDivision:
         sizes = self._sizes
         for group in sorted(sizes.streamed, key=lambda g: -sizes.uses[g.index]):
             is_here = group.index in self.pinned_params | self.chunked
-            if not is_here and sizes.shard_nbytes[group.index] <= self._left_nbytes():
+            if not is_here and 0 < sizes.shard_nbytes[group.index] <= self._left_nbytes():
                 self.pinned_params.add(group.index)
 
     def _pin_states(self) -> None:

@@ -248,3 +248,12 @@ class Nested(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.second(self.first(self.embed(ids))))
         return out
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """Forward, backward and update with the batch of a number; the loss."""
+    loss = loss_of(model, batch(number))
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import infinity
 from tests.conftest import MakeEngine
 from tests.parity.loops import gathered_parameters
-from tests.zoo import Block, Net, batch, build, loss_of
+from tests.zoo import Block, Net, batch, build, loss_of, one_step
 
 Script = Callable[[nn.Module, torch.optim.Optimizer], list[Any]]
 SCHEDULES = ("overlapped", "synchronous", "deferred")
@@ -71,20 +71,12 @@ def nothing_gathered(engine: infinity.Engine) -> None:
     assert runtime.device.budget.used_nbytes == sum(group.flat_nbytes for group in resident)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    loss = loss_of(model, batch(number))
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
 @BOTH
 def test_evaluation_between_steps(offload: MakeEngine, schedule: str) -> None:
     def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         seen: list[Any] = []
         for step in range(4):
-            seen.append(train(model, optimizer, step))
+            seen.append(one_step(model, optimizer, step))
             model.eval()
             with torch.no_grad():
                 seen += [model(batch(100 + step)), model(batch(200 + step))]
@@ -118,7 +110,7 @@ def test_inference_mode_then_training(offload: MakeEngine) -> None:
     def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         with torch.inference_mode():
             seen: list[Any] = [model(batch(50)).clone()]
-        return [seen[0].sum().item(), train(model, optimizer, 0), train(model, optimizer, 1)]
+        return [seen[0].sum().item(), one_step(model, optimizer, 0), one_step(model, optimizer, 1)]
 
     same(offload, Net, script, schedule="overlapped", host={"budget": "420KiB"})
 
@@ -139,7 +131,7 @@ def test_exception_then_steps(offload: MakeEngine, schedule: str, checkpointing:
     """A failed iteration costs what it computed and nothing else."""
 
     def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-        seen: list[Any] = [train(model, optimizer, 0)]
+        seen: list[Any] = [one_step(model, optimizer, 0)]
         assert isinstance(model, Failing)
         model.fails_in = where
         with pytest.raises(ArithmeticError, match=where):
@@ -147,7 +139,7 @@ def test_exception_then_steps(offload: MakeEngine, schedule: str, checkpointing:
         if where == "backward" and schedule == "overlapped" and isinstance(optimizer, infinity.AdamW):
             raise _TornError
         optimizer.zero_grad()  # plain PyTorch keeps the gradients that had arrived
-        return [*seen, train(model, optimizer, 2), train(model, optimizer, 3)]
+        return [*seen, one_step(model, optimizer, 2), one_step(model, optimizer, 3)]
 
     with contextlib.suppress(_TornError):
         same(offload, partial(Failing, checkpointing=checkpointing), script, schedule=schedule)
@@ -161,14 +153,14 @@ def test_exception_in_overlapped_backward_is_final(offload: MakeEngine) -> None:
     model = build(Failing)
     offload(model, schedule="overlapped")
     optimizer = infinity.AdamW(model.parameters())
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     assert isinstance(model, Failing)
     model.fails_in = "backward"
     with pytest.raises(ArithmeticError):
         loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
     for _ in range(2):
         with pytest.raises(infinity.IterationError, match=r"lost half-way.*start again from the last saved state"):
-            train(model, optimizer, 2)
+            one_step(model, optimizer, 2)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -186,7 +178,7 @@ def test_reset_iteration(offload: MakeEngine, where: str) -> None:
     assert engine._runtime.budgets["gradients"].used_nbytes == 0
     optimizer.step()
     assert engine.metrics()["optimizer/chunks"] == 0
-    train(model, optimizer, 2)
+    one_step(model, optimizer, 2)
     assert engine.metrics()["optimizer/chunks"] > 0
 
 
@@ -242,7 +234,7 @@ def test_dropped_graph(offload: MakeEngine, schedule: str, checkpointing: str | 
         seen: list[Any] = []
         for step in range(4):
             seen.append(loss_of(model, batch(50 + step)).item())
-            seen.append(train(model, optimizer, step))
+            seen.append(one_step(model, optimizer, step))
         return seen
 
     same(offload, partial(Net, checkpointing=checkpointing), script, schedule=schedule)
@@ -286,18 +278,18 @@ def test_a_graph_older_than_its_parameters_is_refused(offload: MakeEngine, sched
     optimizer = infinity.AdamW(model.parameters())
     with pytest.raises(infinity.IterationError, match="updated between this forward and its backward"):
         twice(model, optimizer)
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
 
 
 def test_step_without_gradients(offload: MakeEngine) -> None:
     def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         optimizer.step()
-        seen = [train(model, optimizer, 0)]
+        seen = [one_step(model, optimizer, 0)]
         optimizer.step()
         loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
         optimizer.zero_grad()
         optimizer.step()
-        return [*seen, train(model, optimizer, 2)]
+        return [*seen, one_step(model, optimizer, 2)]
 
     same(offload, Net, script, schedule="synchronous")
 
@@ -339,7 +331,7 @@ def test_only_parameters_that_are_always_there_train(
     """Their gradients were never collected when no unit took part in the backward, and they never trained."""
 
     def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-        return [train(model, optimizer, step) for step in range(4)]
+        return [one_step(model, optimizer, step) for step in range(4)]
 
     same(offload, make, script, schedule=schedule, resident_threshold="5KiB", host={"budget": "600KiB"})
 

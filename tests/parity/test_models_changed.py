@@ -17,17 +17,9 @@ import infinity
 from infinity.data_edits import _weighted_sum, fingerprint
 from tests.conftest import MakeEngine
 from tests.parity.loops import Loop, assert_same, gathered_parameters, train_offloaded, train_plain
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Net, batch, build, loss_of, one_step
 
 SCHEDULES = ("overlapped", "synchronous", "deferred")
-
-
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    loss = loss_of(model, batch(step))
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def _same(plain: nn.Module, ours: nn.Module) -> bool:
@@ -48,7 +40,7 @@ def test_freezing_and_unfreezing_between_steps(offload: MakeEngine, schedule: st
         for step in range(6):
             model.blocks[step % 4].requires_grad_(False)
             model.head.weight.requires_grad = step % 2 == 0
-            losses.append(_train(model, optimizer, step))
+            losses.append(one_step(model, optimizer, step))
             model.requires_grad_(True)
         return losses
 
@@ -63,10 +55,10 @@ def test_a_frozen_step_writes_nothing(offload: MakeEngine) -> None:
     model: Any = build(Net)
     engine = offload(model, schedule="synchronous")
     optimizer = infinity.AdamW(model.parameters())
-    _train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     model.requires_grad_(False)
     model.head.requires_grad_(True)
-    _train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
     before, after = engine.traffic.per_step
     assert after["nvme_write_bytes/param"] == 4 * 37 * 29 < before["nvme_write_bytes/param"]
 
@@ -94,7 +86,7 @@ def test_edits_through_data_in_gathered(offload: MakeEngine, schedule: str) -> N
     def run(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
         losses = []
         for step in range(3):
-            losses.append(_train(model, optimizer, step))
+            losses.append(one_step(model, optimizer, step))
             with infinity.gathered(model.blocks) if isinstance(optimizer, infinity.AdamW) else torch.no_grad():
                 model.blocks[step].up.weight.data.mul_(0.5)
                 model.blocks[1].down.weight.data[3] = 0.25
@@ -115,7 +107,7 @@ def test_edits_through_data_of_resident_parameters(offload: MakeEngine, schedule
         taken = model.head.weight.data
         losses = []
         for step in range(4):
-            losses.append(_train(model, optimizer, step))
+            losses.append(one_step(model, optimizer, step))
             taken.mul_(0.5)
         return losses
 
@@ -236,7 +228,7 @@ def test_what_came_later_is_named(offload: MakeEngine, change: Callable[[Any], N
     model: Any = build(Net)
     offload(model)
     optimizer = infinity.AdamW(model.parameters())
-    _train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     change(model)
     for _ in range(2):
         with pytest.raises(infinity.UnsupportedModelError, match=f"got parameters since.*{name!r}"):
@@ -254,14 +246,14 @@ def test_what_is_resized_in_its_place_is_named(offload: MakeEngine) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_modules_without_parameters_removed_and_moved_ones_train_on(offload: MakeEngine, schedule: str) -> None:
     def run(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
-        losses = [_train(model, optimizer, 0)]
+        losses = [one_step(model, optimizer, 0)]
         model.extra = nn.Sequential(nn.Dropout(), nn.ReLU())
-        losses.append(_train(model, optimizer, 1))
+        losses.append(one_step(model, optimizer, 1))
         del model.blocks[1]
-        losses.append(_train(model, optimizer, 2))
+        losses.append(one_step(model, optimizer, 2))
         model.blocks = nn.ModuleList(reversed(list(model.blocks)))
-        losses.append(_train(model, optimizer, 3))
-        return [*losses, _train(model, optimizer, 4)]
+        losses.append(one_step(model, optimizer, 3))
+        return [*losses, one_step(model, optimizer, 4)]
 
     plain, ours = build(Net), build(Net)
     expected = run(plain, torch.optim.AdamW(plain.parameters(), fused=True))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import infinity
 from tests.conftest import MakeEngine
@@ -19,7 +18,7 @@ from tests.parity.loops import (
     smallest_budget,
     train_offloaded,
 )
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Net, build, one_step
 
 LOOP = Loop(Net, steps=4)
 CHUNK = "16KiB"
@@ -30,14 +29,6 @@ STEP_NBYTES = 24 << 10
 def held_chunks(engine: infinity.Engine) -> list[list[bool]]:
     """By group that trains, of every chunk whether its state is in host memory for good."""
     return [[record.lease is not None for record in state.records] for state in engine._runtime.states.values()]
-
-
-def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    loss = loss_of(model, batch(step))
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def part_budget(offload: MakeEngine, **settings: Any) -> int:
