@@ -33,9 +33,9 @@ from storage.errors import (
 from storage.types import IoRequest, Op, Priority, TrafficTag
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import check_given_back, swap_folders
-from tests.mechanics.test_iterations import nothing_gathered, train
+from tests.mechanics.test_iterations import nothing_gathered
 from tests.parity.loops import gathered_parameters, smallest_budget
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Net, batch, build, loss_of, one_step
 
 TIGHT = {"budget": "440KiB"}
 
@@ -58,7 +58,7 @@ def _plain(numbers: list[int], make: Callable[[], nn.Module] = Net) -> dict[str,
     model = build(make)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for number in numbers:
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -71,15 +71,15 @@ def _assert_trained(model: nn.Module, numbers: list[int], make: Callable[[], nn.
 def _train_again(model: nn.Module, optimizer: infinity.AdamW) -> None:
     """A wait that ran into the lost update itself is followed by one more report of it as such."""
     with contextlib.suppress(StorageError):
-        train(model, optimizer, 4)
-    train(model, optimizer, 4)
+        one_step(model, optimizer, 4)
+    one_step(model, optimizer, 4)
 
 
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
 def test_read_error_in_forward(offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str) -> None:
     """The iteration is lost; with the drive back, training goes on with the same bits."""
     model, engine, optimizer = _make(offload, schedule)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     drive().inject(Fault.IO_ERROR, op=Op.READ, times=None)
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_read_error_in_forward(offload: MakeEngine, drive: Callable[[], FaultyBa
     nothing_gathered(engine)
     drive().clear()
     for number in (2, 3):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     _assert_trained(model, [0, 2, 3])
 
 
@@ -100,7 +100,7 @@ def test_one_read_error_ahead_is_tried_again(
 ) -> None:
     """What failed while nobody waited is read once more when it is needed."""
     model, engine, optimizer = _make(offload, schedule)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     with torch.no_grad():
         injection = drive().inject(Fault.IO_ERROR, op=Op.READ, when=_is("head"))
@@ -110,13 +110,13 @@ def test_one_read_error_ahead_is_tried_again(
             except ReadError:  # somebody was waiting already
                 continue
     assert injection.hits == 1
-    train(model, optimizer, 2)
+    one_step(model, optimizer, 2)
     _assert_trained(model, [0, 2])
 
 
 def test_read_error_in_backward(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
     model, engine, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     loss = loss_of(model, batch(1))
     drive().inject(Fault.IO_ERROR, op=Op.READ, times=None, when=_is("blocks.1"))
     with pytest.raises(ReadError, match=r"blocks\.1"):
@@ -125,7 +125,7 @@ def test_read_error_in_backward(offload: MakeEngine, drive: Callable[[], FaultyB
     del loss
     optimizer.zero_grad()
     for number in (2, 3):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     _assert_trained(model, [0, 2, 3])
     nothing_gathered(engine)
 
@@ -135,12 +135,12 @@ def test_read_error_in_backward(offload: MakeEngine, drive: Callable[[], FaultyB
 def test_error_in_an_update(offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, op: Op) -> None:
     """A lost update leaves parameters of two steps: it is raised as itself once, and as that from then on."""
     model, engine, optimizer = _make(offload, schedule)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     drive().inject(Fault.IO_ERROR, op=op, when=_is("/state"))
     with pytest.raises(ReadError if op is Op.READ else WriteError, match="/state"):
         for number in range(1, 4):
-            train(model, optimizer, number)
+            one_step(model, optimizer, number)
     for _ in range(2):
         with pytest.raises(infinity.IterationError, match="start again from the last saved state") as lost:
             _train_again(model, optimizer)
@@ -174,12 +174,12 @@ def test_a_checkpoint_brings_a_lost_step_back(
     model = build(Net)
     engine = offload(model, schedule=schedule, host={"budget": budget})
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.save(tmp_path / "saved")
     drive().inject(fault, op=op, when=_is("/state"), times=None)
     with pytest.raises(StorageError):
         for number in range(1, 4):
-            train(model, optimizer, number)
+            one_step(model, optimizer, number)
     with pytest.raises(infinity.IterationError, match=r"engine\.load\(\) a checkpoint; or close this engine"):
         _train_again(model, optimizer)
     if op is Op.WRITE:
@@ -188,7 +188,7 @@ def test_a_checkpoint_brings_a_lost_step_back(
     drive().clear()
     engine.load(tmp_path / "saved")
     for number in (1, 2):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     _assert_trained(model, [0, 1, 2])
     engine.save(tmp_path / "saved")
     gc.collect()  # the frames of the exceptions hold the graph of a backward that failed
@@ -202,7 +202,7 @@ def test_a_checkpoint_mends_what_is_damaged_on_the_drive(
 ) -> None:
     """Bytes of the swap file that somebody else has changed are told, never used, and gone with the next load."""
     model, engine, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.save(tmp_path / "saved")
     (file,) = tmp_path.rglob("*.swap")
     with file.open("r+b") as swap:
@@ -214,24 +214,24 @@ def test_a_checkpoint_mends_what_is_damaged_on_the_drive(
         os.fsync(swap.fileno())
     with pytest.raises((IntegrityError, infinity.IterationError)):
         for number in range(1, 4):
-            train(model, optimizer, number)
+            one_step(model, optimizer, number)
     with contextlib.suppress(IntegrityError, infinity.IterationError):  # an update that ran into it, told later
-        train(model, optimizer, 4)
+        one_step(model, optimizer, 4)
     engine.load(tmp_path / "saved")
     for number in (1, 2, 3):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     _assert_trained(model, [0, 1, 2, 3])
     engine.save(tmp_path / "saved")  # every byte that is stored is sound
 
 
 def test_write_error_of_parameters(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
     model, engine, optimizer = _make(offload, "overlapped")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     drive().inject(Fault.NO_SPACE, op=Op.WRITE, when=_is_param)
     with pytest.raises(StorageError, match=r"No space left|no room"):
         for number in range(1, 4):
-            train(model, optimizer, number)
+            one_step(model, optimizer, number)
     with pytest.raises(infinity.IterationError):
         _train_again(model, optimizer)
 
@@ -241,7 +241,7 @@ def test_error_of_a_spilled_gradient(offload: MakeEngine, drive: Callable[[], Fa
     """Gradients are lost, parameters are not: the next iteration is right, unless an update had begun."""
     model, engine, optimizer = _make(offload, "synchronous")
     assert engine.plan.placement.spilled_gradients
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     drive().inject(Fault.IO_ERROR, op=op, when=_is("/grad"), times=None)
     with pytest.raises(IoError, match="/grad"):
@@ -250,7 +250,7 @@ def test_error_of_a_spilled_gradient(offload: MakeEngine, drive: Callable[[], Fa
         optimizer.step()
     drive().clear()
     optimizer.zero_grad()
-    train(model, optimizer, 2)
+    one_step(model, optimizer, 2)
     _assert_trained(model, [0, 2])
 
 
@@ -263,7 +263,7 @@ def test_error_in_a_chunk(offload: MakeEngine, drive: Callable[[], FaultyBackend
     engine = offload(model, schedule="synchronous", host={"budget": minimum})
     assert engine.plan.placement.chunked
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     is_meant = _is(part) if part == "/grad" else lambda request: request.key == part
     drive().inject(Fault.IO_ERROR, op=op, when=is_meant, times=None)
@@ -274,7 +274,7 @@ def test_error_in_a_chunk(offload: MakeEngine, drive: Callable[[], FaultyBackend
     drive().clear()
     optimizer.zero_grad()
     check_given_back(engine._runtime.budgets["passage"])
-    train(model, optimizer, 2)
+    one_step(model, optimizer, 2)
     _assert_trained(model, [0, 2], make)
     gc.collect()  # the frames of the exception hold the graph of a backward that failed
     engine._runtime.gatherer.release_unviewed()
@@ -291,7 +291,7 @@ def _lose_patience(engine: infinity.Engine, io_timeout_s: float) -> None:
 def test_stuck_read(offload: MakeEngine, drive: Callable[[], FaultyBackend], schedule: str, where: str) -> None:
     """No wait is for ever: the error tells what is stuck, and the engine can be closed."""
     model, engine, optimizer = _make(offload, schedule)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     _lose_patience(engine, 0.6)
     with pytest.raises(IoTimeoutError, match=r"no transfer made progress for 0\.6 s") as stuck:
@@ -317,7 +317,7 @@ def test_stuck_write(offload: MakeEngine, drive: Callable[[], FaultyBackend]) ->
     drive().inject(Fault.STUCK, op=Op.WRITE, times=None)
     with pytest.raises(IoTimeoutError, match="write of ") as stuck:
         for number in range(3):
-            train(model, optimizer, number)
+            one_step(model, optimizer, number)
             engine.metrics()
     assert "in flight:\n  write of " in str(report_of(stuck.value))
     engine.close()
@@ -340,14 +340,14 @@ def test_a_gradient_that_never_leaves_the_device(
     """The optimizer's thread does not wait for ever, and what waits for it is told."""
     model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.5})
     _lose_patience(engine, 60.0)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     _lose_patience(engine, 0.5)
     with monkeypatch.context() as patched:
         patched.setattr(engine._runtime.device, "download", lambda *args, **kwargs: _Stuck())
         with pytest.raises(IoTimeoutError, match=r"from the device|no transfer made progress") as stuck:
             for number in range(1, 4):
-                train(model, optimizer, number)
+                one_step(model, optimizer, number)
     assert "residency:" in str(report_of(stuck.value))
     engine.close()
 
@@ -359,7 +359,7 @@ def test_a_shard_that_never_reaches_the_device(
     """The host copy stays claimed, because the device may still read it; who needs its memory is told."""
     model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 0.5})
     _lose_patience(engine, 60.0)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     _lose_patience(engine, 0.5)
     device = engine._runtime.device
@@ -373,20 +373,20 @@ def test_a_shard_that_never_reaches_the_device(
         patched.setattr(device, "upload", stuck_upload)
         with pytest.raises(IoTimeoutError, match=r"to the device|no transfer made progress") as stuck:
             for number in range(1, 4):
-                train(model, optimizer, number)
+                one_step(model, optimizer, number)
     assert "residency:" in str(report_of(stuck.value))
     engine.close()
 
 
 def test_short_read(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
     model, _, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     drive().inject(Fault.SHORT, op=Op.READ, times=None, when=_is("blocks.2"))
     with pytest.raises(IoError, match=r"blocks\.2"):
-        train(model, optimizer, 1)
+        one_step(model, optimizer, 1)
     drive().clear()
     optimizer.zero_grad()
-    train(model, optimizer, 2)
+    one_step(model, optimizer, 2)
     _assert_trained(model, [0, 2])
 
 
@@ -395,7 +395,7 @@ def test_late_transfers_change_no_bit(offload: MakeEngine, drive: Callable[[], F
     for fault, op in ((Fault.SLOW, Op.READ), (Fault.SLOW, Op.WRITE)):
         drive().inject(fault, op=op, times=20, delay_s=0.003)
     for number in range(4):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     _assert_trained(model, [0, 1, 2, 3])
 
 
@@ -433,7 +433,7 @@ def test_a_copy_that_fails_while_it_is_looked_at_gives_its_memory_back(
 ) -> None:
     """The loop hears of the failure between the claim and its end; nobody would look at the copy again."""
     model, engine, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     runtime, goes_on = engine._runtime, threading.Event()
     stand_still(runtime)
@@ -466,5 +466,5 @@ def test_a_copy_that_fails_while_it_is_looked_at_gives_its_memory_back(
     assert runtime.io.submit(nothing(), "what was posted before").wait(20.0)
     assert not copy.is_claimed
     assert copy.block is None
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
     _assert_trained(model, [0, 1])

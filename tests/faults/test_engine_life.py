@@ -22,8 +22,7 @@ from storage import pool
 from storage.errors import ClosedError
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import swap_folders
-from tests.mechanics.test_iterations import train
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Net, batch, build, loss_of, one_step
 
 _TIMEOUT_S = 100.0
 _START = """
@@ -31,16 +30,15 @@ import os, sys, torch
 from pathlib import Path
 import infinity
 from tests.conftest import small_config
-from tests.mechanics.test_iterations import train
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Net, batch, build, loss_of, one_step
 torch.set_num_threads(1)
 model = build(Net)
 engine = infinity.offload(model, small_config(Path(sys.argv[1]), host={"budget": "440KiB"}, schedule=sys.argv[2]))
 optimizer = infinity.AdamW(model.parameters())
-train(model, optimizer, 0)
+one_step(model, optimizer, 0)
 print("ready", flush=True)
 """
-_FOR_EVER = "for step in range(1, 1 << 30): train(model, optimizer, step)\n"
+_FOR_EVER = "for step in range(1, 1 << 30): one_step(model, optimizer, step)\n"
 ENDINGS = {
     "exception in a forward": ("model.head = None\nmodel(batch(0))\n", 1),
     "graph alive": ("loss = loss_of(model, batch(0))\n", 0),
@@ -125,7 +123,7 @@ def test_close_gives_memory_back_without_a_collection(
         engine = offload(model, schedule=schedule, host={"budget": "440KiB"}, device={"kind": kind, "budget": "8MiB"})
         optimizer = infinity.AdamW(model.parameters())
         for number in range(2):
-            train(model, optimizer, number)
+            one_step(model, optimizer, number)
         loss_of(model, batch(2)).backward()  # type: ignore[no-untyped-call]
         runtime = engine._runtime
         engine.close()
@@ -143,7 +141,7 @@ def test_closed_with_everything_in_flight(offload: MakeEngine, tmp_path: Path) -
         model = build(Net)
         engine = offload(model, schedule=schedule, host={"budget": "440KiB"})
         optimizer = infinity.AdamW(model.parameters())
-        train(model, optimizer, 0)
+        one_step(model, optimizer, 0)
         loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
         engine.close()
         assert not swap_folders(tmp_path)
@@ -203,7 +201,7 @@ def test_used_after_close(offload: MakeEngine, use: str, schedule: str) -> None:
     model = build(Net)
     engine = offload(model, schedule=schedule)
     optimizer = infinity.AdamW(model.parameters())
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     loss = loss_of(model, batch(1))
     engine.close()
     with pytest.raises(infinity.InfinityError, match=r"closed|offloaded once"):
@@ -224,7 +222,7 @@ def test_many_engines_one_after_another(offload: MakeEngine) -> None:
     for _ in range(5):
         model = build(Net)
         with offload(model, host={"budget": "440KiB"}):
-            train(model, infinity.AdamW(model.parameters()), 0)
+            one_step(model, infinity.AdamW(model.parameters()), 0)
 
 
 def test_refusals_leave_nothing(tmp_path: Path) -> None:

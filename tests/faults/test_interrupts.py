@@ -25,8 +25,8 @@ from storage.store import ShardStore
 from storage.types import Op, Ticket, TrafficTag
 from tests.conftest import MakeEngine
 from tests.leaks import check_empty, check_given_back, swap_folders
-from tests.mechanics.test_iterations import nothing_gathered, train
-from tests.zoo import Net, batch, build, loss_of
+from tests.mechanics.test_iterations import nothing_gathered
+from tests.zoo import Net, batch, build, loss_of, one_step
 
 _DEADLINE_S = 100.0
 
@@ -71,7 +71,7 @@ def _make(offload: MakeEngine, schedule: str, **settings: Any) -> tuple[nn.Modul
 def test_a_demand_that_was_interrupted_leaves_no_claim(offload: MakeEngine, drive: Callable[[], FaultyBackend]) -> None:
     """What it reads later would otherwise count as in use for ever, and the next gather would wait for that to end."""
     model, engine, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     io = engine._runtime.io
     drive().inject(Fault.STUCK, op=Op.READ, times=None, when=lambda request: "/state" not in request.key)
@@ -89,7 +89,7 @@ def test_a_demand_that_was_interrupted_leaves_no_claim(offload: MakeEngine, driv
     drive().release_stuck()
     with infinity.gathered(model.get_submodule("head")):
         assert model.get_parameter("head.weight").isfinite().all()
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
     nothing_gathered(engine)
 
 
@@ -98,7 +98,7 @@ def test_a_forward_that_was_interrupted_leaves_no_claim(
     offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     model, engine, optimizer = _make(offload, "deferred")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     gatherer = engine._runtime.gatherer
     with monkeypatch.context() as patch:
         if where == "just after it has claimed one":
@@ -110,7 +110,7 @@ def test_a_forward_that_was_interrupted_leaves_no_claim(
         with pytest.raises(KeyboardInterrupt):
             loss_of(model, batch(1))
     for number in (2, 3):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     assert not [copy for copy in engine._runtime.copies if copy.is_claimed and not copy.pinned]
     nothing_gathered(engine)
 
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_was_interrupted_while_it_began_or_ended_is_over(
     losses: list[list[float]] = []
     for is_interrupted in (False, True):
         model, engine, optimizer = _make(offload, "deferred", activations={"policy": "nvme", "host_budget": "64KiB"})
-        losses.append([train(model, optimizer, 0)])
+        losses.append([one_step(model, optimizer, 0)])
         if is_interrupted:
             with monkeypatch.context() as patch:
                 does, calls = getattr(CheckpointRun, moment), _Once(lambda: None, at_call=2)
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_was_interrupted_while_it_began_or_ended_is_over(
                     loss_of(model, batch(1))
             optimizer.zero_grad()
             assert error.value.__traceback__ is not None  # its frames keep what was under way
-        losses[-1] += [train(model, optimizer, number) for number in (1, 2)]
+        losses[-1] += [one_step(model, optimizer, number) for number in (1, 2)]
         with torch.enable_grad():
             (torch.ones(3, requires_grad=True) ** 2).sum().backward()
         nothing_gathered(engine)
@@ -168,7 +168,7 @@ def test_zero_grad_ends_a_forward_that_was_interrupted(offload: MakeEngine) -> N
     assert other.grad is not None
     assert torch.equal(other.grad, torch.full((3,), 2.0))
     handle.remove()
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     nothing_gathered(engine)
 
 
@@ -178,8 +178,8 @@ def test_zero_grad_in_the_middle_of_a_forward_leaves_it_alone(offload: MakeEngin
     optimizer = infinity.AdamW(model.parameters())
     hook = model.get_submodule("blocks.2.up").register_forward_pre_hook(lambda module, args: optimizer.zero_grad())
     losses = [
-        train(model, optimizer, 0),
-        train(plain, torch.optim.AdamW(plain.parameters(), fused=True), 0),
+        one_step(model, optimizer, 0),
+        one_step(plain, torch.optim.AdamW(plain.parameters(), fused=True), 0),
     ]
     hook.remove()
     assert losses[0] == losses[1]
@@ -224,7 +224,7 @@ def test_a_step_that_was_interrupted_while_it_took_gradients_is_lost(
 ) -> None:
     """Some parameters count as updated and others not: nobody may go on with that without being told."""
     model, engine, optimizer = _make(offload, schedule)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
     sink = engine._runtime.sink
     monkeypatch.setattr(sink, "take", _Once(sink.take, at_call=2))
@@ -233,7 +233,7 @@ def test_a_step_that_was_interrupted_while_it_took_gradients_is_lost(
     with pytest.raises(infinity.IterationError, match="lost half-way"):
         for number in (2, 3):
             optimizer.zero_grad()
-            train(model, optimizer, number)
+            one_step(model, optimizer, number)
 
 
 def _interrupt_step(
@@ -265,7 +265,7 @@ def test_updates_that_were_not_handed_over_hold_up_nobody_who_goes_back(
     """Nobody would end them, and going back waits for all updates that are in flight."""
     more: dict[str, Any] = {"durability": "step"} if way == "restore" else {}
     model, engine, optimizer = _make(offload, schedule, nvme={"io_timeout_s": 1.0}, **more)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     if way == "load":
         engine.save(tmp_path / "saved")
     else:
@@ -278,7 +278,7 @@ def test_updates_that_were_not_handed_over_hold_up_nobody_who_goes_back(
     else:
         engine.restore(optimizer=optimizer)
     for number in (1, 2):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     engine.metrics()
     assert not engine._runtime.budgets["gradients"].holders()
     nothing_gathered(engine)
@@ -290,7 +290,7 @@ def test_a_ctrl_c_that_lost_a_step_is_not_raised_again(
 ) -> None:
     """Who looks at the parameters afterwards has pressed nothing: it would end a program that has dealt with it."""
     model, engine, optimizer = _make(offload, schedule)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     pipeline = engine._runtime.pipeline
     message: Callable[..., None] = pipeline.defer if schedule == "deferred" else pipeline.submit
     _interrupt_step(monkeypatch, (model, engine, optimizer), message)
@@ -305,7 +305,7 @@ def test_a_ctrl_c_that_lost_a_step_is_not_raised_again(
 def test_frames_of_a_ctrl_c_that_was_dealt_with_keep_nobody_from_loading(offload: MakeEngine, tmp_path: Path) -> None:
     """They hold views of parameters until the garbage collector comes by, or the engine forgets why a step was lost."""
     model, engine, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.save(tmp_path / "saved")
 
     def interrupt(module: nn.Module, args: Any) -> None:
@@ -330,7 +330,7 @@ def test_frames_of_a_ctrl_c_that_was_dealt_with_keep_nobody_from_loading(offload
         engine.load(tmp_path / "saved", optimizer=optimizer)
     finally:
         gc.enable()
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
     nothing_gathered(engine)
 
 
@@ -339,7 +339,7 @@ def test_the_error_of_a_lost_step_keeps_no_views(
 ) -> None:
     """The engine keeps it, and the frames that it was raised in would keep parameters gathered for ever."""
     model, engine, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.save(tmp_path / "saved")
 
     def step() -> None:
@@ -355,9 +355,9 @@ def test_the_error_of_a_lost_step_keeps_no_views(
         with pytest.raises(KeyboardInterrupt):
             step()
     with pytest.raises(infinity.IterationError, match="lost half-way"):
-        train(model, optimizer, 1)
+        one_step(model, optimizer, 1)
     engine.load(tmp_path / "saved", optimizer=optimizer)
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
     nothing_gathered(engine)
 
 
@@ -379,7 +379,7 @@ def test_the_memory_of_a_lost_gradient_stays_until_its_copy_is_over(
     model = build(Net)
     engine = offload(model, schedule="synchronous", host={"budget": "8MiB"})
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     runtime, copying = engine._runtime, _Slow()
     really_take = runtime.sink.take
 
@@ -407,7 +407,7 @@ def test_a_step_that_was_interrupted_before_the_device_has_its_values_is_lost(
     """What is always on the device would compute with the values of before."""
     model, engine, optimizer = _make(offload, "synchronous", resident_threshold="8KiB")
     assert engine._runtime.resident_groups
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
     gatherer = engine._runtime.gatherer
     monkeypatch.setattr(gatherer, "refresh", _Once(gatherer.refresh))
@@ -415,7 +415,7 @@ def test_a_step_that_was_interrupted_before_the_device_has_its_values_is_lost(
         optimizer.step()
     with pytest.raises(infinity.IterationError, match="lost half-way"):
         optimizer.zero_grad()
-        train(model, optimizer, 2)
+        one_step(model, optimizer, 2)
 
 
 def test_an_edit_that_was_interrupted_keeps_its_buffer_until_its_transfer_is_over(
@@ -423,7 +423,7 @@ def test_an_edit_that_was_interrupted_keeps_its_buffer_until_its_transfer_is_ove
 ) -> None:
     """Somebody else's bytes would otherwise be written as the parameters."""
     model, engine, optimizer = _make(offload, "synchronous")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     pool = engine._runtime.pool
     drive().inject(Fault.STUCK, op=Op.WRITE)
@@ -438,7 +438,7 @@ def test_an_edit_that_was_interrupted_keeps_its_buffer_until_its_transfer_is_ove
     assert engine._runtime.store.drain(_DEADLINE_S)
     check_given_back(engine._runtime.budgets["pipeline"])  # the transfer is over a little before its memory is back
     assert not [owner for owner in pool.holders() if owner.startswith("edit of head")]
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
     nothing_gathered(engine)
 
 
@@ -491,7 +491,7 @@ def test_a_spill_that_was_interrupted_leaves_nothing_to_wait_for(
     """What nobody completes would be waited for by the next zero_grad(), until the timeout."""
     model, engine, optimizer = _make(offload, "synchronous")
     assert engine._runtime.placement.spilled_gradients
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     store = engine._runtime.store
     assert store is not None
     really_submit = store.submit_write
@@ -509,14 +509,14 @@ def test_a_spill_that_was_interrupted_leaves_nothing_to_wait_for(
         with pytest.raises(KeyboardInterrupt):
             loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
     optimizer.zero_grad()
-    train(model, optimizer, 2)
+    one_step(model, optimizer, 2)
     nothing_gathered(engine)
 
 
 @pytest.mark.parametrize("at_call", [0, 3])
 def test_close_goes_on_where_it_was_interrupted(offload: MakeEngine, tmp_path: Path, at_call: int) -> None:
     model, engine, optimizer = _make(offload, "overlapped")
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     handle: Any = engine._runtime.hooks[-1 - at_call]
     handle.remove = _Once(handle.remove)
     with pytest.raises(KeyboardInterrupt):

@@ -10,8 +10,7 @@ from torch import nn
 
 import infinity
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import train
-from tests.zoo import Net, batch, build, loss_of
+from tests.zoo import Net, batch, build, loss_of, one_step
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def test_is_an_optimizer(offload: MakeEngine) -> None:
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
     seen = []
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     assert seen == ["after"]
     optimizer.zero_grad(set_to_none=False)
 
@@ -85,7 +84,7 @@ def test_groups_can_be_added_later(offload: MakeEngine) -> None:
         for number, (model, optimizer) in enumerate(zip((plain, ours), optimizers, strict=True)):
             if step == 2:
                 optimizer.add_param_group({"params": list(model.get_submodule("blocks").parameters()), "lr": 1e-3})
-            losses[number].append(train(model, optimizer, step))
+            losses[number].append(one_step(model, optimizer, step))
             model.zero_grad()  # what the optimizer did not hold yet
     assert losses[0] == losses[1]
 
@@ -111,7 +110,7 @@ def test_overlapped_needs_the_optimizer_first(offload: MakeEngine) -> None:
     with pytest.raises(infinity.ConfigError, match="before the first backward"):
         loss.backward()  # type: ignore[no-untyped-call]
     del loss
-    train(model, infinity.AdamW(model.parameters()), 0)
+    one_step(model, infinity.AdamW(model.parameters()), 0)
 
 
 def test_overlapped_notices_hyperparameters_that_came_too_late(offload: MakeEngine) -> None:

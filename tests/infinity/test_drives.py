@@ -14,9 +14,8 @@ from storage.backends.faulty import Fault, FaultyBackend
 from storage.health import DriveState
 from storage.types import Op
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import train
 from tests.parity.loops import gathered_parameters
-from tests.zoo import Net, build
+from tests.zoo import Net, build, one_step
 
 _STEPS = 5
 
@@ -25,7 +24,7 @@ def _plain() -> dict[str, torch.Tensor]:
     model = build(Net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for number in range(_STEPS):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -53,7 +52,7 @@ def test_a_drive_that_takes_nothing_more_does_not_end_the_run(
         if number == 2:
             engine.metrics()
             drives[1].inject(fault, op=Op.WRITE, times=None)
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     expected = _plain()
     for name, parameter in gathered_parameters(model).items():
         assert torch.equal(parameter, expected[name]), name

@@ -16,8 +16,7 @@ from torch import nn
 
 import infinity
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import train
-from tests.zoo import Net, batch, build
+from tests.zoo import Net, batch, build, one_step
 
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
@@ -40,7 +39,7 @@ def test_metrics_are_flat_numbers(offload: MakeEngine) -> None:
     engine = offload(model, host={"budget": "440KiB"}, schedule="synchronous")
     optimizer = infinity.AdamW(model.parameters())
     for step in range(2):
-        train(model, optimizer, step)
+        one_step(model, optimizer, step)
     metrics = engine.metrics()
     assert all(isinstance(value, (int, float)) for value in metrics.values())
     assert metrics["step"] == 2
@@ -59,7 +58,7 @@ def test_traffic_adds_up(offload: MakeEngine) -> None:
     engine = offload(model, host={"budget": "440KiB"})
     optimizer = infinity.AdamW(model.parameters())
     for step in range(3):
-        train(model, optimizer, step)
+        one_step(model, optimizer, step)
     traffic, metrics = engine.traffic, engine.metrics()
     assert len(traffic.per_step) == 3
     assert traffic.initialisation["nvme_write_bytes"] > 0
@@ -90,7 +89,7 @@ def test_the_report_says_what_is_where_and_what_was_waited_for(offload: MakeEngi
     engine = offload(model, schedule="synchronous")
     optimizer = infinity.AdamW(model.parameters())
     for number in range(2):
-        train(model, optimizer, number)
+        one_step(model, optimizer, number)
     engine.metrics()
     lines = engine.report().splitlines()
     heads = [line.partition(":")[0] for line in lines if not line.startswith(" ")]
@@ -120,7 +119,7 @@ def test_auto_defers_where_all_gradients_fit(offload: MakeEngine, budget: str, s
 def test_trace_can_be_written(offload: MakeEngine, tmp_path: Path) -> None:
     model = build(Net)
     engine = offload(model)
-    train(model, infinity.AdamW(model.parameters()), 0)
+    one_step(model, infinity.AdamW(model.parameters()), 0)
     engine.metrics()  # updates that are deferred run now
     path = tmp_path / "trace.json"
     engine.trace.write_chrome(path)
@@ -213,7 +212,7 @@ def test_temporary_swap_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with infinity.offload(model, config) as engine:
         assert engine.plan.placement.nvme_nbytes
         assert list(tmp_path.iterdir())
-        train(model, infinity.AdamW(model.parameters()), 0)
+        one_step(model, infinity.AdamW(model.parameters()), 0)
     assert not list(tmp_path.iterdir())
 
 

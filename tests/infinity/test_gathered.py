@@ -17,9 +17,9 @@ from infinity.observe.shortages import report_of
 from infinity.views import Views
 from tests.conftest import MakeEngine
 from tests.leaks import check_empty
-from tests.mechanics.test_iterations import nothing_gathered, train
+from tests.mechanics.test_iterations import nothing_gathered
 from tests.parity.loops import gathered_parameters
-from tests.zoo import Frozen, Net, batch, build, loss_of
+from tests.zoo import Frozen, Net, batch, build, loss_of, one_step
 
 HOSTS = {"streamed": {"budget": "440KiB"}, "pinned": {"budget": "64MiB"}}
 
@@ -54,7 +54,7 @@ def test_edits_between_steps(offload: MakeEngine, host: dict[str, Any], schedule
     engine = offload(ours, schedule=schedule, host=host)
     optimizers = torch.optim.AdamW(plain.parameters(), fused=True), infinity.AdamW(ours.parameters(), weight_decay=1e-2)
     for step in range(4):
-        losses = [train(model, optimizer, step) for model, optimizer in zip((plain, ours), optimizers, strict=True)]
+        losses = [one_step(model, optimizer, step) for model, optimizer in zip((plain, ours), optimizers, strict=True)]
         assert losses[0] == losses[1]
         edit(plain)
         with infinity.gathered([ours.get_parameter("head.weight"), ours.get_parameter("blocks.1.up.bias")]):
@@ -86,7 +86,7 @@ def test_edits_in_bf16_become_the_master(offload: MakeEngine, host: dict[str, An
     model = build(Net)
     engine = offload(model, precision="bf16", schedule="synchronous", host=host, device={"kind": "fake"})
     optimizer = infinity.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     group = next(g for g in engine._runtime.groups if g.key.startswith("head"))
     from tests.parity.test_bf16 import _master_of
@@ -207,7 +207,7 @@ def test_kept_parameter_refuses(offload: MakeEngine, host: dict[str, Any]) -> No
                     use(parameter)
     with infinity.gathered(model):
         assert torch.equal(kept["head.weight"], plain.get_parameter("head.weight"))
-    train(model, infinity.AdamW(model.parameters()), 0)
+    one_step(model, infinity.AdamW(model.parameters()), 0)
 
 
 def test_list_of_weights_gathers_on_use(offload: MakeEngine) -> None:
@@ -259,7 +259,7 @@ def test_kept_views_keep_their_memory(offload: MakeEngine, host: dict[str, Any])
     wanted = plain.get_parameter("head.weight").detach()[1:]
     for step in range(3):
         assert torch.equal(view, wanted)
-        losses = [train(m, optimizer, step) for m, optimizer in zip((plain, model), optimizers, strict=True)]
+        losses = [one_step(m, optimizer, step) for m, optimizer in zip((plain, model), optimizers, strict=True)]
         assert losses[0] == losses[1]
     assert torch.equal(view, wanted)
     del view
@@ -325,7 +325,7 @@ def test_kept_views_are_named_when_memory_runs_out(offload: MakeEngine) -> None:
     views.clear()
     del full
     gc.collect()  # the frames of the exception
-    train(model, infinity.AdamW(model.parameters()), 0)
+    one_step(model, infinity.AdamW(model.parameters()), 0)
     nothing_gathered(engine)
 
 

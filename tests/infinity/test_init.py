@@ -11,9 +11,8 @@ from torch import nn
 
 import infinity
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import train
 from tests.parity.loops import gathered_parameters
-from tests.zoo import Attention, Nested, Net, OddNet, batch, build
+from tests.zoo import Attention, Nested, Net, OddNet, batch, build, one_step
 
 MakeEmpty = Callable[[type[nn.Module]], nn.Module]
 
@@ -110,7 +109,7 @@ def test_unbuilt_and_built_train_alike(offload: MakeEngine) -> None:
         model = _empty(Net) if is_empty else build(Net)
         offload(model, schedule="overlapped")
         optimizer = infinity.AdamW(model.parameters())
-        losses.append([train(model, optimizer, step) for step in range(3)])
+        losses.append([one_step(model, optimizer, step) for step in range(3)])
     assert losses[0] == losses[1]
 
 
@@ -139,7 +138,7 @@ def test_memory_stays_within_the_budget(offload: MakeEngine, make_empty: MakeEmp
     engine.close()
     model = make_empty(Net)
     small = offload(model, host={"budget": minimum}, schedule="synchronous")
-    train(model, infinity.AdamW(model.parameters()), 0)
+    one_step(model, infinity.AdamW(model.parameters()), 0)
     assert small.metrics()["host/peak_bytes"] <= minimum
 
 
@@ -156,7 +155,7 @@ def test_dropout_state_is_not_touched_by_training(offload: MakeEngine) -> None:
     model = build(Net)
     offload(model, host={"budget": "440KiB"})
     before = torch.get_rng_state()
-    train(model, infinity.AdamW(model.parameters()), 0)
+    one_step(model, infinity.AdamW(model.parameters()), 0)
     with torch.no_grad():
         model(batch(0))
     assert torch.equal(torch.get_rng_state(), before)

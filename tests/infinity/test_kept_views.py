@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.torch_compat import are_referred_to, holders_are_told_apart, is_held_by_code
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import nothing_gathered, train
-from tests.zoo import Net, batch, build, loss_of
+from tests.mechanics.test_iterations import nothing_gathered
+from tests.zoo import Net, batch, build, loss_of, one_step
 
 SCHEDULES = ("synchronous", "overlapped", "deferred")
 
@@ -80,7 +80,7 @@ def test_view_kept_from_a_training_forward(offload: MakeEngine, take: str, sched
     optimizers = _optimizers(models)
     kept = {name: _keep(model, TAKES[take]) for name, model in models.items()}
     for step in range(3):
-        losses = [train(models[name], optimizers[name], step) for name in models]
+        losses = [one_step(models[name], optimizers[name], step) for name in models]
         assert losses[0] == losses[1]
         engine.metrics()
         assert torch.equal(kept["ours"][0], kept["plain"][0])
@@ -142,7 +142,7 @@ def test_view_kept_from_a_backward(offload: MakeEngine, take: str) -> None:
 
         model.get_submodule("blocks.1.up").register_full_backward_hook(hook)
     for step in range(2):
-        losses = [train(models[name], optimizers[name], step) for name in models]
+        losses = [one_step(models[name], optimizers[name], step) for name in models]
         assert losses[0] == losses[1]
         engine.metrics()
         assert torch.equal(kept["ours"][0], kept["plain"][0])

@@ -11,9 +11,9 @@ from torch import nn
 
 import infinity
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import SCHEDULES, same, train
+from tests.mechanics.test_iterations import SCHEDULES, same
 from tests.parity.loops import Loop, assert_parity
-from tests.zoo import Net, batch, loss_of
+from tests.zoo import Net, batch, loss_of, one_step
 
 KINDS = (None, "nr", "re", "span", "nested")
 
@@ -46,7 +46,7 @@ def test_every_kind_of_checkpointing(offload: MakeEngine, kind: str, checkpointi
     host = {"budget": ("600KiB", "64MiB")[number % 2]}
 
     def script(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-        return [train(model, optimizer, step) for step in range(3)]
+        return [one_step(model, optimizer, step) for step in range(3)]
 
     same(offload, partial(MAKERS[kind], checkpointing=checkpointing), script, schedule=schedule, host=host)
 
@@ -108,7 +108,7 @@ def test_parameter_groups_added_later(offload: MakeEngine, schedule: str) -> Non
     def script(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
         def step(number: int) -> float:
             model.zero_grad()  # torch's optimizer would keep gradients of what it does not hold yet, and use them later
-            return train(model, optimizer, number)
+            return one_step(model, optimizer, number)
 
         seen = [step(0), step(1)]
         optimizer.add_param_group({"params": list(model.blocks[1].parameters()), "lr": 3e-3})

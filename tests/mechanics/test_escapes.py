@@ -18,8 +18,8 @@ from torch.nn import functional
 import infinity
 from infinity.escapes import Escapes
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import BOTH, same, train
-from tests.zoo import Block, Net, batch, build, loss_of
+from tests.mechanics.test_iterations import BOTH, same
+from tests.zoo import Block, Net, batch, build, loss_of, one_step
 
 
 class _Keeping(Block):
@@ -173,4 +173,4 @@ def test_proxies_and_containers_that_contain_themselves(offload: MakeEngine) -> 
     plain = build(Net)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     for number in range(2):
-        assert train(model, optimizer, number) == train(plain, theirs, number)
+        assert one_step(model, optimizer, number) == one_step(plain, theirs, number)

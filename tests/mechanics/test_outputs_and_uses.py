@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import BOTH, nothing_gathered, same, train
-from tests.zoo import Block, Net, batch, build, loss_of
+from tests.mechanics.test_iterations import BOTH, nothing_gathered, same
+from tests.zoo import Block, Net, batch, build, loss_of, one_step
 
 
 class ViewOut(nn.Module):
@@ -147,7 +147,7 @@ class Adder(nn.Module):
 
 
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [train(model, optimizer, step) for step in range(4)]
+    return [one_step(model, optimizer, step) for step in range(4)]
 
 
 @BOTH
@@ -329,7 +329,7 @@ def test_refused_outside_a_forward(offload: MakeEngine, operation: str) -> None:
     optimizer = infinity.AdamW(model.parameters())
     with pytest.raises(infinity.NotGatheredError, match=r"'(head|embed)\.weight'.*infinity\.gathered\(module\)"):
         OUTSIDE[operation](model)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     with pytest.raises(infinity.NotGatheredError):
         OUTSIDE[operation](model)
 
@@ -343,7 +343,7 @@ def test_memory_that_is_not_there_is_not_handed_out(offload: MakeEngine) -> None
     with infinity.gathered(model):
         head = model.get_parameter("head.weight").detach()
         assert torch.equal(torch.from_dlpack(torch.utils.dlpack.to_dlpack(head)), head)
-    train(model, infinity.AdamW(model.parameters()), 0)
+    one_step(model, infinity.AdamW(model.parameters()), 0)
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
@@ -436,7 +436,7 @@ def test_compiled_units(offload: MakeEngine, when: str, fullgraph: bool) -> None
 def test_compiled_model(offload: MakeEngine) -> None:
     torch._dynamo.reset()
     plain = build(Net)
-    expected = [train(plain, torch.optim.AdamW(plain.parameters(), lr=0.0, fused=True), step) for step in range(2)]
+    expected = [one_step(plain, torch.optim.AdamW(plain.parameters(), lr=0.0, fused=True), step) for step in range(2)]
     model = build(Net)
     engine = offload(model, schedule="synchronous")
     optimizer = infinity.AdamW(model.parameters(), lr=0.0)

@@ -19,9 +19,9 @@ from storage.backends.faulty import Fault, FaultyBackend
 from storage.errors import IoError
 from storage.types import IoRequest, Op
 from tests.conftest import MakeEngine, small_config
-from tests.mechanics.test_iterations import nothing_gathered, train
+from tests.mechanics.test_iterations import nothing_gathered
 from tests.parity.loops import Loop, assert_parity, gathered_parameters, train_plain
-from tests.zoo import Net, Skipping, batch, build, loss_of
+from tests.zoo import Net, Skipping, batch, build, loss_of, one_step
 
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 HELD, SPILLED = {"budget": "1MiB"}, {"budget": "360KiB"}
@@ -41,7 +41,7 @@ def _adamw(model: nn.Module) -> infinity.AdamW:
 
 def _train_both(pair: Pair, number: int) -> None:
     plain, ours, theirs, mine, _ = pair
-    assert train(plain, theirs, number) == train(ours, mine, number)
+    assert one_step(plain, theirs, number) == one_step(ours, mine, number)
 
 
 def _assert_same(pair: Pair) -> None:
@@ -267,10 +267,10 @@ def test_a_lost_update_is_told_where_it_is_needed(
     model = build(Net)
     engine = offload(model, schedule="deferred", host=SPILLED, wrap_backend=wrap)
     optimizer = _adamw(model)
-    train(model, optimizer, 0)
+    one_step(model, optimizer, 0)
     engine.metrics()
     made[-1].inject(Fault.IO_ERROR, op=op, when=of_the_last)
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
     with pytest.raises(IoError, match="head"):
         if where == "forward":
             for number in (2, 3):  # a write fails behind the forward that uses what it writes

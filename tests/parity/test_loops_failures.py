@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import infinity
 from tests.conftest import MakeEngine
-from tests.mechanics.test_iterations import nothing_gathered, same, train
-from tests.zoo import Block, Net, batch, build, loss_of
+from tests.mechanics.test_iterations import nothing_gathered, same
+from tests.zoo import Block, Net, batch, build, loss_of, one_step
 
 PLACES = (
     "before the model", "behind the model", "before a unit", "behind a unit", "inside a unit", "in backward",
@@ -99,7 +99,7 @@ def test_a_step_that_was_not_reached_is_caught_up_under_overlapped(offload: Make
     optimizer.register_step_pre_hook(bomb)
     bomb.is_armed = True
     with pytest.raises(ArithmeticError):
-        train(model, optimizer, 0)
+        one_step(model, optimizer, 0)
     with pytest.raises(infinity.IterationError, match=r"before optimizer\.step\(\)"):
         loss_of(model, batch(1)).backward()  # type: ignore[no-untyped-call]
 
@@ -178,14 +178,14 @@ def test_a_second_thread_inside_the_model_is_refused(offload: MakeEngine, where:
     """It is told why, and the first thread's iteration has the bits of plain PyTorch."""
     plain = build(Waiting)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    expected = [train(plain, optimizer, step) for step in range(3)]
+    expected = [one_step(plain, optimizer, step) for step in range(3)]
     model = build(Waiting)
     assert isinstance(model, Waiting)
     engine = offload(model, schedule="synchronous")
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-    losses = [train(model, optimizer, 0)]
+    losses = [one_step(model, optimizer, 0)]
     model.stops_in = where
-    thread, raised = _in_thread(lambda: losses.append(train(model, optimizer, 1)))
+    thread, raised = _in_thread(lambda: losses.append(one_step(model, optimizer, 1)))
     assert model.arrived.wait(100)
     with pytest.raises(infinity.IterationError, match="An engine serves one thread at a time"):
         if second == "model":
@@ -195,7 +195,7 @@ def test_a_second_thread_inside_the_model_is_refused(offload: MakeEngine, where:
     model.go_on.set()
     thread.join(100)
     assert not raised
-    losses.append(train(model, optimizer, 2))
+    losses.append(one_step(model, optimizer, 2))
     assert losses == expected
     nothing_gathered(engine)
 
@@ -208,13 +208,13 @@ def test_threads_may_take_turns(offload: MakeEngine) -> None:
     bomb = _Bomb(KeyboardInterrupt)
     model.get_submodule("blocks.1").register_forward_hook(bomb)
     bomb.is_armed = True
-    thread, raised = _in_thread(lambda: train(model, optimizer, 0))
+    thread, raised = _in_thread(lambda: one_step(model, optimizer, 0))
     thread.join(100)
     assert [type(error) for error in raised] == [KeyboardInterrupt]
-    thread, raised = _in_thread(lambda: train(model, optimizer, 0))
+    thread, raised = _in_thread(lambda: one_step(model, optimizer, 0))
     thread.join(100)
     assert not raised
-    train(model, optimizer, 1)
+    one_step(model, optimizer, 1)
 
 
 def test_a_model_may_call_itself(offload: MakeEngine) -> None:

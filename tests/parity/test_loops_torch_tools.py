@@ -17,10 +17,10 @@ from torch.optim import lr_scheduler
 import infinity
 from tests.conftest import MakeEngine, small_config
 from tests.leaks import LeakCheck, check_empty
-from tests.mechanics.test_iterations import nothing_gathered, same, train
+from tests.mechanics.test_iterations import nothing_gathered, same
 from tests.mechanics.test_outputs_and_uses import DYNAMO
 from tests.parity.loops import gathered_parameters
-from tests.zoo import Block, Net, batch, build, loss_of
+from tests.zoo import Block, Net, batch, build, loss_of, one_step
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])
 
@@ -67,7 +67,7 @@ def test_compiled_blocks(offload: MakeEngine, backend: str, how: str) -> None:
                 model.blocks[number] = torch.compile(block, backend=backend)
         seen: list[Any] = []
         for step in range(3):
-            seen.append(train(model, optimizer, step))
+            seen.append(one_step(model, optimizer, step))
             with torch.no_grad():
                 seen.append(model(batch(40 + step)))
         for number, block in enumerate(blocks):
@@ -110,7 +110,7 @@ def test_lr_schedulers(offload: MakeEngine, schedule: str, make: _Make) -> None:
         scheduler = make(optimizer)
         seen: list[Any] = []
         for step in range(6):
-            loss = train(model, optimizer, step)
+            loss = one_step(model, optimizer, step)
             scheduler.step(loss) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
             group = optimizer.param_groups[0]
             seen += [loss, float(group["lr"]), tuple(map(float, group["betas"]))]
@@ -129,7 +129,7 @@ def test_one_cycle_moves_the_momentum_of_sgd(offload: MakeEngine, schedule: str)
         scheduler = lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
         losses.append([])
         for step in range(5):
-            losses[-1].append(train(model, optimizer, step))
+            losses[-1].append(one_step(model, optimizer, step))
             scheduler.step()
     assert losses[0] == losses[1]
     found = gathered_parameters(ours)
@@ -193,7 +193,7 @@ def test_twenty_engines_leave_nothing_behind(tmp_path: Path) -> None:
         with infinity.offload(model, small_config(tmp_path, **settings)) as engine:
             optimizer = infinity.AdamW(model.parameters())
             for step in range(2):
-                train(model, optimizer, number + step)
+                one_step(model, optimizer, number + step)
         check_empty(engine)
         del engine, model, optimizer
         gc.collect()  # hooks and modules refer to each other; what an engine held is given back before that
