@@ -58,12 +58,12 @@ def run_tier(options: TierOptions, progress: Progress) -> BenchResult:
         ConfigError: a directory or an option cannot work.
         InfinityError, StorageError: a measurement failed.
     """
-    if options.comparison is not None:
-        find_fio()
     if len({path.resolve() for path in options.paths}) < len(options.paths):
         raise ConfigError("a directory is given twice; give one directory per drive")
     for path in options.paths:
         check_directory(path)
+    if options.comparison is not None:
+        find_fio()
     started_s = time.perf_counter()
     result = BenchResult(describe_machine())
     with ExitStack() as closing:
