@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from infinity.devices.base import Fence
@@ -16,6 +17,7 @@ class LinkPatience:
     """The longest time that a copy may take before it counts as stuck.
 
     Args:
+        timeout_s: infinite for what cannot get stuck.
         report: text that tells what is in flight and where every shard is, for the error.
     """
 
@@ -41,7 +43,7 @@ class LinkPatience:
             pass
         elif isinstance(fence, Awaitable):
             waiting = asyncio.ensure_future(fence)
-            await asyncio.wait({waiting}, timeout=self._timeout_s)
+            await asyncio.wait({waiting}, timeout=None if math.isinf(self._timeout_s) else self._timeout_s)
             if waiting.done():
                 waiting.exception()  # it is raised below
             else:

@@ -201,9 +201,7 @@ class UpdatePipeline:
                 buffers.lease = held.enter_context(self._pool.lease(buffers.nbytes, owner))
             with self._noted(update, run.record, buffers):
                 await self._read(update, run.record, buffers)
-            if not arrival.done():
-                await asyncio.wait([arrival])
-            arrival.result()
+            await asyncio.shield(arrival)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
             run.record.is_initialised = True

@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
-from infinity.testing.clock import VirtualTimeLoop
+from infinity.plan.solo_loop import SoloLoop
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -82,7 +82,7 @@ class VirtualWorker(Executor):
             outcome()
 
 
-class PlanLoop(VirtualTimeLoop):
+class PlanLoop(SoloLoop):
     """A virtual loop for simulations: its threads are virtual workers. `at_work` is the one whose job runs now.
 
     Args:

@@ -153,23 +153,25 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         if self._n_jobs:
             if events := select(_JOB_TIMEOUT_S):
                 return events
-            raise VirtualDeadlockError(f"a thread job did not finish in {_JOB_TIMEOUT_S:g} s\n{self._describe()}")
+            raise VirtualDeadlockError(f"a thread job did not finish in {_JOB_TIMEOUT_S:g} s\n{describe_tasks(self)}")
         if timeout_s is None:
             if self._thread_grace_s and (events := select(self._thread_grace_s)):
                 return events
             raise VirtualDeadlockError(
                 f"deadlock at virtual time {self.time():g} s: nothing is ready and no timer is set; "
-                f"what another thread completes needs VirtualTimeLoop(thread_grace_s=...)\n{self._describe()}"
+                f"what another thread completes needs VirtualTimeLoop(thread_grace_s=...)\n{describe_tasks(self)}"
             )
         self.clock.sleep(timeout_s)
         if self.time() > self._limit_s:
-            raise VirtualDeadlockError(f"still running at virtual time {self.time():g} s\n{self._describe()}")
+            raise VirtualDeadlockError(f"still running at virtual time {self.time():g} s\n{describe_tasks(self)}")
         return []
 
-    def _describe(self) -> str:
-        tasks = sorted(asyncio.all_tasks(self), key=lambda task: task.get_name())
-        lines = [f"  {task.get_name()}: {_where(task)}" for task in tasks]
-        return "\n".join(["pending tasks:", *lines]) if lines else "no task is pending"
+
+def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
+    """The pending tasks of a loop and the lines they wait at."""
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+    lines = [f"  {task.get_name()}: {_where(task)}" for task in tasks]
+    return "\n".join(["pending tasks:", *lines]) if lines else "no task is pending"
 
 
 def run_virtual(main: Coroutine[Any, Any, _T], *, thread_grace_s: float = 0.0) -> _T:
