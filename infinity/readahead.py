@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from infinity.course import Course
 from infinity.devices.base import Fence
 from infinity.link import LinkPatience
 from infinity.order import Access, Mode, Phase
@@ -88,13 +89,10 @@ class ReadAhead:
         self._keep_after_backward = keep_after_backward
         self._link = link
         self._on_failure = on_failure
-        self._trace: tuple[Access, ...] = ()
-        self._position = 0
-        self._mode = Mode.TRAIN
+        self._course = Course(self._passes_window)
         self._deferred: dict[int, DeferredUpdate] = {}  # by group, in the order of their submission
         self._read_by_device: Counter[int] = Counter()  # by group, copies under way whose claim ends with them
         self._consumed_here: set[int] = set()  # groups of the access at the position that need no read any more
-        self._barrier_open = False
         self._held_wait = False  # whether deferred updates of copies in the window still wait for their turn
         self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,14 +103,14 @@ class ReadAhead:
 
     def begin(self, mode: Mode, trace: tuple[Access, ...], position: int) -> None:
         """An outermost forward starts."""
-        self._barrier_open = False
+        self._course.barrier_open = False
         self._used.clear()
         self._drop_strays()
         self.moved(mode, trace, position)
 
     def moved(self, mode: Mode, trace: tuple[Access, ...], position: int) -> None:
         """The training thread is at `trace[position]`; everything before it has been consumed or is in use."""
-        self._mode, self._trace, self._position = mode, trace, position
+        self._course.move(mode, trace, position)
         self._consumed_here.clear()
         self.advance()
 
@@ -156,7 +154,7 @@ class ReadAhead:
         What is used first is updated first, whether its copy is here already or not.
         """
         self.step = step
-        self._barrier_open = self._held_wait = True
+        self._course.barrier_open = self._held_wait = True
         self.advance()
 
     def defer(self, index: int, update: DeferredUpdate) -> None:
@@ -208,7 +206,7 @@ class ReadAhead:
 
         For whoever writes new shards past this scheduler; nobody may be using a copy.
         """
-        self._trace, self._position = (), 0
+        self._course.leave()
         for copy in self._copies:
             while not copy.pinned and copy.state is not CopyState.ABSENT:
                 is_moving = copy.state in (CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
@@ -237,14 +235,14 @@ class ReadAhead:
     def _advance_in_order(self) -> bool:
         """Whether a deferred update has stopped it because its copy is claimed, which ends by itself."""
         used: dict[int, Phase] = {}  # by group: the phase of its use before
-        for distance, access in enumerate(self._upcoming()):
+        for distance, access in self._course.upcoming() if self._deferred else self._course.upcoming_reads():
             for index in self._groups_of_unit[access.unit]:
                 copy = self._copies[index]
                 if index in self._deferred and not self._try_update(index, Priority.READ_AHEAD):
                     return copy.is_claimed
                 if copy.pinned or copy.is_chunked or (distance == 0 and index in self._consumed_here):
                     continue
-                before = used.get(index, self._current_phase() if copy.is_claimed else None)
+                before = used.get(index, self._course.phase if copy.is_claimed else None)
                 used[index] = access.phase
                 if self._will_be_there(copy, access.phase, before):
                     continue
@@ -253,10 +251,6 @@ class ReadAhead:
                 if not is_readable or not self._try_read(copy, Priority.READ_AHEAD):
                     return False
         return False
-
-    def _current_phase(self) -> Phase:
-        """The phase of the access that the training thread is at, or has just left."""
-        return self._trace[max(self._position - 1, 0)].phase
 
     def _will_be_there(self, copy: HostCopy, phase: Phase, before: Phase | None) -> bool:
         """Whether a coming access finds the copy that is there now, after a use in phase `before` (None: unused)."""
@@ -363,7 +357,7 @@ class ReadAhead:
             self._on_failure(error)
 
     def _is_kept(self, copy: HostCopy, phase: Phase) -> bool:
-        if self._mode is not Mode.TRAIN:
+        if self._course.mode is not Mode.TRAIN:
             return copy.keep_at_boundary
         uses = self._uses[copy.group.index]
         if self._used[copy.group.index, phase] < uses:
@@ -373,17 +367,13 @@ class ReadAhead:
         # What several units share is updated after the backward of all, not at once.
         return copy.keep_at_boundary or (self._keep_after_backward and copy.group.trainable and uses == 1)
 
-    def _upcoming(self) -> Iterator[Access]:
-        """Accesses from the position on, at most one round; past the end only when what lies there is settled."""
-        length = len(self._trace)
-        for distance in range(length):
-            place = self._position + distance
-            if place >= length and self._mode is Mode.TRAIN and not self._barrier_open:
-                return
-            yield self._trace[place % length]
+    def _passes_window(self, unit: int) -> bool:
+        """Whether a unit has a shard that is read into the window; decided by the placement."""
+        copies = [self._copies[index] for index in self._groups_of_unit[unit]]
+        return not all(copy.pinned or copy.is_chunked for copy in copies)
 
     def _try_read(self, copy: HostCopy, priority: Priority) -> bool:
-        kind = "param" if self._mode is Mode.TRAIN else "param_eval"
+        kind = "param" if self._course.mode is Mode.TRAIN else "param_eval"
         if not self._window.try_read(copy, priority, TrafficTag(kind, self.step)):
             return False
         self.counts["demand" if priority is Priority.DEMAND else "ahead"] += 1
@@ -393,7 +383,7 @@ class ReadAhead:
         if self._held_wait:
             self._update_held()  # they hold what is waited for
         distance: dict[int, int] = {}
-        for number, access in enumerate(self._upcoming()):
+        for number, access in self._course.upcoming():
             for index in self._groups_of_unit[access.unit]:
                 distance.setdefault(index, number)
         await self._window.make_room(wanted, distance)
