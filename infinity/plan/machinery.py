@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -31,7 +32,6 @@ from storage.pool import HostPool
 from storage.types import Op, Ticket
 
 _UNLIMITED_NBYTES = 1 << 62
-_PATIENCE_S = 1e12  # nothing gets stuck here; a slow link is allowed to be slow
 
 
 class _Kernel:
@@ -115,7 +115,7 @@ class Machinery:
             groups_of_unit=[[group.index for group in unit.groups] for unit in scenario.units],
             uses=placement.uses,
             keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
-            link=LinkPatience(_PATIENCE_S),
+            link=LinkPatience(math.inf),
         )
         self.pipeline = UpdatePipeline(
             store=self.store,
@@ -125,7 +125,7 @@ class Machinery:
             worker=self.worker,
             read_ahead=self.read_ahead,
             on_failure=self._failures.append,
-            link=LinkPatience(_PATIENCE_S),
+            link=LinkPatience(math.inf),
         )
 
     def _store(self) -> SimulatedDrives:
@@ -212,16 +212,19 @@ class Machinery:
         named = (("h2d", self.h2d), ("d2h", self.d2h), ("all-gather", self._gathers), ("reduce", self._reductions))
         return ((name, link) for name, link in named if link is not None)
 
-    def spans(self) -> Iterator[Span]:
-        """What drives, links and the optimizer did."""
+    def spans(self, since_s: float) -> Iterator[Span]:
+        """What drives, links and the optimizer did and had not ended at `since_s`."""
         for transfer in self.store.log:
-            lane = f"nvme {transfer.op.value}"
-            yield Span(lane, f"{transfer.tag.kind} {transfer.key}", transfer.submitted_s, transfer.end_s)
+            if transfer.end_s > since_s:
+                lane = f"nvme {transfer.op.value}"
+                yield Span(lane, f"{transfer.tag.kind} {transfer.key}", transfer.submitted_s, transfer.end_s)
         for name, link in self._links():
             for label, start_s, end_s in link.spans:
-                yield Span(name, label, start_s, end_s)
+                if end_s > since_s:
+                    yield Span(name, label, start_s, end_s)
         for start_s, end_s in self.worker.spans:
-            yield Span("optimizer", "update", start_s, end_s)
+            if end_s > since_s:
+                yield Span("optimizer", "update", start_s, end_s)
 
     # End -------------------------------------------------------------------------------------------------------
 

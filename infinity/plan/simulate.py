@@ -11,9 +11,10 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from infinity.plan.recurrence import Recurrence
 from infinity.plan.scenario import Scenario
 from infinity.plan.simulated_drives import Moved
-from infinity.plan.timeline import Span
+from infinity.plan.timeline import Span, in_order
 from infinity.plan.training_thread import TrainingThread
 from infinity.plan.virtual import PlanLoop
 from storage.types import Op
@@ -52,30 +53,38 @@ class Simulated:
     transfers: list[Moved] = field(default_factory=list)  # of all steps, as they ended
 
 
-def simulate(scenario: Scenario, *, steps: int = _STEPS, is_last: bool = False, keep_spans: bool = False) -> Simulated:
+def simulate(
+    scenario: Scenario,
+    *,
+    steps: int = _STEPS,
+    is_last: bool = False,
+    until_repeated: bool = False,
+    keep_spans: bool = False,
+) -> Simulated:
     """Run a few steps on virtual time. The same scenario always gives the same numbers.
 
     Args:
         is_last: nothing is read ahead for a step after these.
+        until_repeated: fewer steps do once one goes as the one before.
 
     Raises:
         InfinityError: the engine itself would fail here.
     """
     with asyncio.Runner(loop_factory=partial(PlanLoop, scenario.speeds.hand_over_s)) as runner:
-        return runner.run(_run(scenario, steps, is_last=is_last, keep_spans=keep_spans))
+        return runner.run(_run(scenario, steps, is_last=is_last, until_repeated=until_repeated, keep_spans=keep_spans))
 
 
 def simulate_long(scenario: Scenario, *, keep_spans: bool = False) -> Simulated:
-    """The same for any number of micro-batches: of very many only the first are simulated.
+    """The same for any number of micro-batches, until steps repeat; of very many only the first are simulated.
 
     From the third on each finds what the one before it found, and adds the same: seconds, bytes and waits. The spans
     and transfers are of those that were simulated.
     """
     count = scenario.micro_batches
     if count <= MOST_MICRO_BATCHES:
-        return simulate(scenario, keep_spans=keep_spans)
-    fewer = simulate(replace(scenario, micro_batches=ENOUGH_MICRO_BATCHES - 1))
-    few = simulate(replace(scenario, micro_batches=ENOUGH_MICRO_BATCHES), keep_spans=keep_spans)
+        return simulate(scenario, until_repeated=True, keep_spans=keep_spans)
+    fewer = simulate(replace(scenario, micro_batches=ENOUGH_MICRO_BATCHES - 1), until_repeated=True)
+    few = simulate(replace(scenario, micro_batches=ENOUGH_MICRO_BATCHES), until_repeated=True, keep_spans=keep_spans)
     return _continued(fewer, few, count - ENOUGH_MICRO_BATCHES)
 
 
@@ -103,14 +112,17 @@ def _continued(fewer: Simulated, few: Simulated, more: int) -> Simulated:
     )
 
 
-async def _run(scenario: Scenario, steps: int, *, is_last: bool, keep_spans: bool) -> Simulated:
+async def _run(scenario: Scenario, steps: int, *, is_last: bool, until_repeated: bool, keep_spans: bool) -> Simulated:
     loop = asyncio.get_running_loop()
-    thread, last = TrainingThread(scenario), steps - 1
-    machinery, ends = thread.machinery, [0.0]
+    thread = TrainingThread(scenario)
+    machinery, ends, recurrence = thread.machinery, [0.0], Recurrence(thread)
     for number in range(steps):
         thread.begin_step()
-        await thread.step(is_last=is_last and number == last)
+        await thread.step(is_last=is_last and number == steps - 1)
         ends.append(loop.time())
+        if until_repeated and recurrence.is_repeated(ends[-1]):
+            break
+    last = len(ends) - 2
     stalls_s, compute_s, busy_s = thread.time.stalls_s, thread.time.compute_s, thread.busy_s()
     peaks = {budget.name: budget.peak_nbytes for budget in machinery.budgets}
     await machinery.settle()
@@ -126,7 +138,7 @@ async def _run(scenario: Scenario, steps: int, *, is_last: bool, keep_spans: boo
         write_nbytes=store.nbytes(Op.WRITE, last),
         traffic={f"{op.value}/{kind}": nbytes for (op, kind, step), nbytes in store.traffic.items() if step == last},
         peaks=peaks,
-        spans=thread.spans_since(ends[-2]) if keep_spans else [],
+        spans=in_order(thread.spans_since(ends[-2])) if keep_spans else [],
         transfers=store.log,
     )
     machinery.close()

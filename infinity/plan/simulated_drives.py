@@ -48,6 +48,11 @@ class DriveServer:
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def cache_free_nbytes(self) -> float:
+        """Of the cache that takes writes faster, now."""
+        return self._cache_free_after(asyncio.get_running_loop().time() - self._since_s)
+
     def submit(self, op: Op, nbytes: float, priority: int, on_end: Callable[[], None]) -> _Piece:
         """Queue a piece; `on_end` is called when it has been moved."""
         self._advance()
@@ -71,16 +76,20 @@ class DriveServer:
         passed_s, self._since_s = now_s - self._since_s, now_s
         if passed_s <= 0:
             return
-        model = self.model
         for op, rate in self._rates.items():
             if rate:
                 self._queues[op][0][2].remaining -= rate * passed_s
                 self.busy_s[op] += passed_s
                 self.moved[op] += rate * passed_s
         self.both_busy_s += passed_s if all(self._rates.values()) else 0.0
-        if model.slc_nbytes:
-            filled = self._rates[Op.WRITE] - model.write_bytes_per_s
-            self._slc_free = min(max(self._slc_free - filled * passed_s, 0.0), model.slc_nbytes)
+        self._slc_free = self._cache_free_after(passed_s)
+
+    def _cache_free_after(self, passed_s: float) -> float:
+        """Of the cache, so long after the last change of rates."""
+        if not self.model.slc_nbytes:
+            return 0.0
+        filled = self._rates[Op.WRITE] - self.model.write_bytes_per_s
+        return min(max(self._slc_free - filled * passed_s, 0.0), self.model.slc_nbytes)
 
     def _reschedule(self) -> None:
         """Decide what moves how fast from now on, and look again when the first of it ends."""
@@ -170,6 +179,10 @@ class SimulatedDrives(SimulatedIo):
     def nbytes(self, op: Op, step: int) -> int:
         """Bytes of one step in one direction."""
         return sum(n for (way, _, at), n in self.traffic.items() if (way, at) == (op, step))
+
+    def cache_free_nbytes(self) -> list[float]:
+        """Of each drive."""
+        return [server.cache_free_nbytes for server in self.servers]
 
     def _check_span(self, op: Op, key: str, start: int, stop: int) -> None:
         size = self.spread.nbytes_of(key)

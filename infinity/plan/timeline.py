@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,11 @@ class Span:
     name: str
     start_s: float
     end_s: float
+
+
+def in_order(spans: Iterable[Span]) -> list[Span]:
+    """By time; what begins at the same moment by lane and name."""
+    return sorted(spans, key=lambda span: (span.start_s, span.lane, span.name))
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:

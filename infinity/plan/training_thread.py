@@ -186,6 +186,5 @@ class TrainingThread:
         return busy
 
     def spans_since(self, start_s: float) -> list[Span]:
-        """Everything on the timeline that had not ended at `start_s`, in order of time."""
-        spans = [span for span in (*self.time.spans, *self.machinery.spans()) if span.end_s > start_s]
-        return sorted(spans, key=lambda span: (span.start_s, span.lane, span.name))
+        """Everything on the timeline that had not ended at `start_s`, each lane in order."""
+        return [*(span for span in self.time.spans if span.end_s > start_s), *self.machinery.spans(start_s)]
