@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Schedule,
     )
     from infinity.editing import gathered
+    from infinity.empty import empty_init
     from infinity.engine import Engine
     from infinity.errors import (
         CheckpointError,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
         RankError,
         UnsupportedModelError,
     )
-    from infinity.init import empty_init
     from infinity.offloading import offload
     from infinity.optim.adamw import Adam, AdamW
     from infinity.optim.base import clip_grad_norm_
@@ -88,7 +88,7 @@ _HOMES = {
     "Lion": "infinity.optim.lion",
     "SGD": "infinity.optim.sgd",
     "clip_grad_norm_": "infinity.optim.base",
-    "empty_init": "infinity.init",
+    "empty_init": "infinity.empty",
     "gathered": "infinity.editing",
     "offload": "infinity.offloading",
 }

@@ -1,16 +1,15 @@
-"""Initial values: building a model without memory, and turning its parameters into shards unit by unit.
+"""Initial values: turning a model's parameters into shards unit by unit.
 
-`empty_init` builds on the `meta` device and records what constructors do. `fill_shards` then gives every group its
-values: those that files hold stream into the shards piece by piece (weights/stream.py), those of an already built model
-are copied, recorded ones are computed (recorded_init.py), and the others are initialised by their modules a few at a
-time (materialise.py). So a model never exists whole in memory.
+`empty_init` (empty.py) builds on the `meta` device and records what constructors do. `fill_shards` then gives every
+group its values: those that files hold stream into the shards piece by piece (weights/stream.py), those of an already
+built model are copied, recorded ones are computed (recorded_init.py), and the others are initialised by their modules a
+few at a time (materialise.py). So a model never exists whole in memory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,6 @@ from infinity.placing import PIECE_NBYTES, SMALL_PIECE_NBYTES, adopt, pieces_nby
 from infinity.rank_init import check_same_model, share_buffers
 from infinity.recorded_init import RecordedValues
 from infinity.recording.origins import is_recording
-from infinity.recording.recorder import recording
 from infinity.runtime import Runtime
 from infinity.staging import can_stage, is_large
 from infinity.weights.match import Match
@@ -45,27 +43,6 @@ from infinity.weights.stream import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-@contextmanager
-def empty_init() -> Iterator[None]:
-    """Build modules without memory: their parameters are on the `meta` device until `infinity.offload` fills them.
-
-    What the constructors do to tensors is recorded and done then, with the random numbers that ordinary construction
-    would have drawn here: the values are the same, and so is the generator's state afterwards, unless it has been used
-    since. Do everything that changes values inside the block.
-
-    Raises:
-        UnsupportedModelError: a constructor needs values of such a tensor at once; see its text for what to do.
-
-    Example:
-        ```python
-        with infinity.empty_init():
-            model = MyModel()
-        ```
-    """
-    with recording():
-        yield
 
 
 def _is_meta(group: FlatGroup) -> bool:

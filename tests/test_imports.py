@@ -117,7 +117,7 @@ def test_tools_of_the_tests_stay_out_of_the_product() -> None:
         "infinity.devices.fake imports infinity.testing.fake_gpu",
         "infinity.devices.fake imports infinity.testing.fake_pages",
         "infinity.devices.select imports infinity.testing.fake_gpu",
-        "infinity.plan.virtual imports infinity.testing.clock",
+        "infinity.plan.solo_loop imports infinity.testing.clock",
     ]
     assert offenders("infinity.testing", ("tests", "pytest", "hypothesis")) == []
 
@@ -222,6 +222,19 @@ with tempfile.TemporaryDirectory() as folder:
 
 def test_training_comes_without_the_compiler() -> None:
     assert loaded_by(TRAINS, "torch._dynamo", "sympy") == []
+
+
+PLANS = """
+import contextlib, io
+from infinity.cli.main import app
+with contextlib.redirect_stdout(io.StringIO()):
+    app(["plan", "--layers", "4", "--hidden", "64", "--gpu", "h100"], standalone_mode=False)
+"""
+
+
+def test_planning_comes_without_the_compiler_and_the_engine() -> None:
+    """Each would take as long as the plan; only models that have to be run need the compiler."""
+    assert loaded_by(PLANS, "torch._dynamo", "sympy", "transformers", "infinity.runtime", "storage.store") == []
 
 
 def loaded_by(program: str, *packages: str) -> list[str]:

@@ -29,8 +29,8 @@ from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches
 from infinity.cli.settings import RunSettings, resolve
 from infinity.cli.train_options import TrainOptions
 from infinity.data.batches import Batches
+from infinity.empty import empty_init
 from infinity.engine import Engine
-from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.metrics import metrics_of
 from infinity.observe.names import stalls_between

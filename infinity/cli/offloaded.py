@@ -28,8 +28,8 @@ from infinity.config import Durability
 from infinity.data.batches import Batches
 from infinity.data.text import Text
 from infinity.editing import gathered
+from infinity.empty import empty_init
 from infinity.engine import Engine
-from infinity.init import empty_init
 from infinity.models.gpt import Gpt, init_weights
 from infinity.observe.exporters import JsonLines
 from infinity.observe.tolerant import TolerantSink

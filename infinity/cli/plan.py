@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+from infinity.cli.garbage import seldom_collected
 from infinity.cli.options import takes
 from infinity.cli.plan_options import PlanOptions
 from infinity.cli.stopping import deferred
@@ -20,7 +23,8 @@ def plan(options: PlanOptions) -> None:
     infinity plan --replay run.scheduler --drive 7:3.4    a recorded run on another drive
     infinity plan --layers 48 --hidden 1600 --gpus 8 --nodes 8 --stages
     """
-    with deferred():
-        from infinity.cli.plan_run import run
+    with nullcontext() if options.calibrate else seldom_collected():  # what is measured goes as a run does
+        with deferred():
+            from infinity.cli.plan_run import run
 
-    run(options)
+        run(options)

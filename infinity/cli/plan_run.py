@@ -42,7 +42,6 @@ from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
 from infinity.plan.ranks import PlannedDevice
 from infinity.plan.report import change_json, plan_json, stages_json, sweep_json
-from infinity.plan.scheduler_trace import read_trace, replay_json
 from infinity.plan.simulate import simulate_long
 from infinity.plan.stages import stage_rows
 from infinity.plan.timeline import chrome_trace
@@ -232,6 +231,8 @@ def _plan(request: PlanRequest, options: PlanOptions, console: Console) -> StepP
 
 
 def _replay(path: Path, options: PlanOptions, console: Console) -> None:
+    from infinity.plan.scheduler_trace import read_trace, replay_json  # loads the engine
+
     trace = read_trace(path)
     drives = [drive.model for drive in parse_drives(options.drive)]
     try:

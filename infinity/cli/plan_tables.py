@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,10 +12,12 @@ from rich.text import Text
 
 from infinity.plan.advice import Change, Sweep
 from infinity.plan.planner import PlanRequest, StepPlan
-from infinity.plan.scheduler_trace import SchedulerTrace
 from infinity.plan.stages import StageRow
 from infinity.rank_budgets import told_smallest
 from infinity.sizes import format_nbytes
+
+if TYPE_CHECKING:
+    from infinity.plan.scheduler_trace import SchedulerTrace  # loads the engine
 
 _FEW_S = 0.0005
 

@@ -9,8 +9,9 @@ import torch
 from infinity.config import Config, DeviceKind, Precision, Schedule
 from infinity.demand import Request
 from infinity.devices.cpu import CpuDevice, has_fast_bf16
+from infinity.empty import empty_init
 from infinity.grouping import make_groups
-from infinity.init import empty_init, staging_nbytes
+from infinity.init import staging_nbytes
 from infinity.models.gpt import Gpt, GptShape
 from infinity.optim.hyper import payload_nbytes
 from infinity.optim.kernel_threads import KernelThreads

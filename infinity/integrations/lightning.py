@@ -29,9 +29,9 @@ from pytorch_lightning.trainer.states import TrainerFn
 from infinity.checkpoint.format import INDEX_FILE
 from infinity.checkpoint.parts import read_extra
 from infinity.config import Config, DeviceKind
+from infinity.empty import empty_init as without_memory
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError
-from infinity.init import empty_init as without_memory
 from infinity.initialisers import InitFn
 from infinity.offloading import offload
 from infinity.optim.base import OffloadedOptimizer, clip_grad_norm_

@@ -19,8 +19,8 @@ from infinity.bench.machine import describe_machine
 from infinity.bench.memory import measure_memory
 from infinity.bench.result import MemoryReport
 from infinity.config import Config, DeviceKind, Schedule
+from infinity.empty import empty_init
 from infinity.engine import Engine
-from infinity.init import empty_init
 from infinity.models.gpt import Block, Gpt, GptShape, init_weights
 from infinity.offloading import offload
 from infinity.optim.adamw import AdamW

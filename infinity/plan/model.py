@@ -1,10 +1,6 @@
-"""The model of a plan: its units with their parameters, floating-point operations and activations, from a forward on
-the meta device, where nothing is computed and no memory is taken.
+"""The model of a plan: its units with their parameters, floating-point operations and activations.
 
-Operations are counted by torch's own formulas (`torch.utils.flop_counter`), a multiply-add as two; a backward is twice
-its forward, and a recomputed forward once more. Activations are the tensors that autograd saves, parameters aside. The
-meta device has no fused attention and saves the matrix of [sequence, sequence] that fused kernels never store, so what
-`scaled_dot_product_attention` saves is counted as those kernels have it.
+A multiply-add is two operations; a backward is twice its forward, and a recomputed forward once more.
 """
 
 from __future__ import annotations
@@ -13,38 +9,23 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
+from infinity.empty import empty_init
 from infinity.errors import ConfigError, UnsupportedModelError
-from infinity.init import empty_init
 from infinity.models.gpt import Gpt, GptShape
 from infinity.plan.reading import read_json
+from infinity.plan.unit_work import UnitWork, gpt_work
 from infinity.units import RESIDENT_NAME, UnitSpec, partition
 
 BACKWARD_FLOPS = 2.0  # of a forward
-_LOGSUMEXP_NBYTES = 4  # what fused attention keeps of each row of its matrix, in fp32
-
-
-@dataclass(frozen=True, slots=True)
-class UnitWork:
-    """What one micro-batch computes in a unit.
-
-    Attributes:
-        forward_flops: floating-point operations of one forward.
-        saved_nbytes: activations that are kept until the backward, when nothing is recomputed.
-        boundary_nbytes: what the unit returns, which is kept in any case.
-    """
-
-    forward_flops: float
-    saved_nbytes: int
-    boundary_nbytes: int
+_FILLS = (torch.Tensor.fill_, torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.zero_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +36,8 @@ class ModelPlan:
         specs: its units, as the engine would cut it.
         work: by unit name, the resident unit and what lies outside of all units under `RESIDENT_NAME`.
         order: unit names in the order of their forwards, when it was seen.
-        untraced: why no forward ran, empty where one did; without one operations are 2 per parameter and token, and
-            activations are not known.
+        untraced: why its forward is not known, empty where it is; without it operations are 2 per parameter and token,
+            and activations are not known.
     """
 
     name: str
@@ -70,7 +51,7 @@ class ModelPlan:
 
     @property
     def is_traced(self) -> bool:
-        """Whether a forward ran."""
+        """Whether its forward is known."""
         return not self.untraced
 
     @property
@@ -130,13 +111,12 @@ def model_plan(
         ConfigError: the source is not there or does not give a model.
     """
     with _importable(source):
-        with empty_init():
-            name, module = _build(source)
+        name, module = _build(source)
         specs = partition(module, resident_threshold_nbytes=resident_threshold_nbytes, unit_classes=unit_classes)
         if not specs:
             raise UnsupportedModelError(f"{name} has no parameters; there is nothing to plan")
         try:
-            work, order = _trace_once(source, module, specs, seq, batch, activation_itemsize)
+            work, order = _work(source, module, specs, seq, batch, activation_itemsize)
             untraced = ""
         except Exception as error:  # of any kind: the forward is the user's; the notes of the plan tell of it
             work, order = _estimate(specs, seq * batch), ()
@@ -165,15 +145,29 @@ def _importable(source: str | GptShape) -> Iterator[None]:
 
 def _build(source: str | GptShape) -> tuple[str, nn.Module]:
     if isinstance(source, GptShape):
-        return f"{source.layers} x {source.hidden} GPT", Gpt(source)
+        with torch.device("meta"), _WithoutValues():
+            return f"{source.layers} x {source.hidden} GPT", Gpt(source)
     path = Path(source)
     if _is_there(path) and path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".json" or _is_there(path):
-        return _from_hugging_face(path)
-    if ":" in source:
-        return source, _from_factory(source)
+    with empty_init():
+        if path.suffix == ".json" or _is_there(path):
+            return _from_hugging_face(path)
+        if ":" in source:
+            return source, _from_factory(source)
     raise ConfigError(f"--model {source}: allowed: a config.json, the folder of one, or MODULE:FACTORY")
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Constructors give no first values: on the meta device that is nothing, and takes longer than all the rest."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func in _FILLS or getattr(func, "__module__", "") == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def _is_there(path: Path) -> bool:
@@ -242,145 +236,20 @@ def _from_factory(source: str) -> nn.Module:
     return model
 
 
-# Tracing ------------------------------------------------------------------------------------------------------------
+# Work ---------------------------------------------------------------------------------------------------------------
 
 
-class _Meter(TorchFunctionMode):
-    """Charges operations and saved tensors to the unit that runs."""
-
-    def __init__(self, specs: Sequence[UnitSpec], itemsize: int) -> None:
-        super().__init__()
-        self._itemsize = itemsize
-        self._running = [RESIDENT_NAME]
-        self._is_in_attention = False
-        self._seen: set[int] = set()
-        self._kept: list[torch.Tensor] = []  # ids of storages stay unique while these live
-        self._parameters = {id(entry.parameter) for spec in specs for entry in spec.own}
-        self.flops: dict[str, float] = {RESIDENT_NAME: 0.0}
-        self.saved: dict[str, int] = {RESIDENT_NAME: 0}
-        self.boundary: dict[str, int] = {}
-        self.order: list[str] = []
-        self.counter = FlopCounterMode(display=False)
-        self._counted = 0.0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        self._is_in_attention = True
-        try:
-            output = func(*args, **kwargs)
-        finally:
-            self._is_in_attention = False
-        if output.requires_grad:
-            for tensor in (*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs), output):
-                self.pack(tensor)
-            rows = output.numel() // max(output.shape[-1], 1)
-            self._save(rows * _LOGSUMEXP_NBYTES)
-        return output
-
-    def _charge(self) -> None:
-        total = float(self.counter.get_total_flops())
-        name = self._running[-1]
-        self.flops[name] = self.flops.get(name, 0.0) + total - self._counted
-        self._counted = total
-
-    def enter(self, name: str) -> None:
-        """A unit begins."""
-        self._charge()
-        self._running.append(name)
-        self.order.append(name)
-
-    def leave(self, output: Any) -> None:
-        """The unit that runs ends."""
-        self._charge()
-        name = self._running.pop()
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        self.boundary[name] = self.boundary.get(name, 0) + sum(map(self._nbytes, tensors))
-
-    def finish(self) -> None:
-        """The forward has ended."""
-        self._charge()
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves a tensor."""
-        storage = tensor.untyped_storage()._cdata
-        base = tensor._base if tensor._base is not None else tensor
-        is_activation = id(tensor) not in self._parameters and id(base) not in self._parameters
-        if is_activation and storage not in self._seen and not self._is_in_attention:
-            self._seen.add(storage)
-            self._kept.append(tensor)
-            self._save(self._nbytes(base))
-        return tensor
-
-    def _save(self, nbytes: int) -> None:
-        name = self._running[-1]
-        self.saved[name] = self.saved.get(name, 0) + nbytes
-
-    def _nbytes(self, tensor: torch.Tensor) -> int:
-        """On the meta device everything computes in fp32; what a run computes in is known to the planner."""
-        return tensor.numel() * (self._itemsize if tensor.dtype.is_floating_point else tensor.itemsize)
-
-
-def _trace_once(
+def _work(
     source: str | GptShape, module: nn.Module, specs: Sequence[UnitSpec], seq: int, batch: int, itemsize: int
 ) -> tuple[dict[str, UnitWork], tuple[str, ...]]:
-    """What `_trace` gives; of our own transformer by its first two blocks and its last, for all of them are alike."""
-    if not isinstance(source, GptShape) or not isinstance(module, Gpt) or source.layers < 4:
-        return _trace(module, specs, seq, batch, itemsize)
-    middle = [f"blocks.{number}" for number in range(1, source.layers - 1)]
-    if not {spec.name for spec in specs}.issuperset(middle):
-        return _trace(module, specs, seq, batch, itemsize)
-    with empty_init():
-        few = Gpt(replace(source, layers=1))
-    few.tokens, few.positions, few.norm, few.head = module.tokens, module.positions, module.norm, module.head
-    few.blocks = nn.ModuleList([module.blocks[0], module.blocks[1], module.blocks[-1]])
-    work, order = _trace(few, specs, seq, batch, itemsize)
-    work |= dict.fromkeys(middle, work[middle[0]])
-    place = order.index(middle[0])
-    return work, (*order[:place], *middle, *order[place + 1 :])
+    """What every unit computes, and their order. Our own transformer is known; any other has to run."""
+    if isinstance(source, GptShape):
+        known = gpt_work(source, [spec.name for spec in specs if not spec.resident], seq, batch, itemsize)
+        if known is not None:
+            return known
+    from infinity.plan.tracing import trace  # a forward on the meta device loads torch's compiler, which takes a second
 
-
-def _trace(
-    module: nn.Module, specs: Sequence[UnitSpec], seq: int, batch: int, itemsize: int
-) -> tuple[dict[str, UnitWork], tuple[str, ...]]:
-    meter = _Meter(specs, itemsize)
-    handles = []
-    for spec in specs:
-        if not spec.resident:
-            handles += [
-                spec.module.register_forward_pre_hook(lambda _, __, name=spec.name: meter.enter(name)),
-                spec.module.register_forward_hook(lambda _, __, output: meter.leave(output)),
-            ]
-    inputs = torch.zeros(batch, seq, dtype=torch.long, device="meta")
-    try:
-        with meter, meter.counter, torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda tensor: tensor):
-            _forward(module, inputs)
-        meter.finish()
-    finally:
-        for handle in handles:
-            handle.remove()
-    names = dict.fromkeys((*(spec.name for spec in specs), RESIDENT_NAME))
-    work = {
-        name: UnitWork(meter.flops.get(name, 0.0), meter.saved.get(name, 0), meter.boundary.get(name, 0))
-        for name in names
-    }
-    return work, tuple(dict.fromkeys(meter.order))
-
-
-def _forward(module: nn.Module, inputs: torch.Tensor) -> None:
-    """One forward with a loss. Models of Hugging Face take labels by name, those of this package by place."""
-    if hasattr(module, "config") and hasattr(module, "main_input_name"):
-        batch, seq = inputs.shape
-        # A mask of four dimensions is taken as it is; making one looks at values, of which there are none here.
-        mask = torch.ones(batch, 1, seq, seq, dtype=torch.bool, device="meta")
-        module(input_ids=inputs, labels=inputs, attention_mask=mask, use_cache=False)
-    elif isinstance(module, Gpt):
-        module(inputs, inputs)
-    else:
-        module(inputs)
+    return trace(module, specs, seq, batch, itemsize)
 
 
 def _estimate(specs: Sequence[UnitSpec], tokens: int) -> dict[str, UnitWork]:

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from infinity.errors import ConfigError, UnsupportedModelError
 from infinity.models.gpt import Gpt, GptShape
 from infinity.plan.model import ModelPlan, model_plan
+from infinity.plan.tracing import trace
 
 SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=32)
 
@@ -60,14 +61,34 @@ def test_operations_are_counted_as_torch_counts_them() -> None:
     assert planned(SHAPE).forward_flops == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("shape", [SHAPE, GptShape(7, 96, 2, 32), GptShape(9, 64, 4, 16)])
-def test_blocks_that_are_alike_are_followed_once(shape: GptShape, factories: ModuleType) -> None:
-    """And give what following all of them gives."""
+_SHAPES = [SHAPE, GptShape(7, 96, 2, 32), GptShape(1, 64, 4, 16), GptShape(2, 256, 8, 48), GptShape(3, 32, 1, 16)]
+
+
+@pytest.mark.parametrize("shape", [*_SHAPES, GptShape(2, 16, 16, 8)])
+@pytest.mark.parametrize("threshold_nbytes", [0, 1024, 1 << 14, 1 << 20])
+@pytest.mark.parametrize(("seq", "batch", "itemsize"), [(16, 1, 2), (1, 3, 4), (16, 3, 4)])
+def test_our_own_transformer_is_known_without_running_it(
+    shape: GptShape, threshold_nbytes: int, seq: int, batch: int, itemsize: int
+) -> None:
+    """And does what its forward on the meta device does."""
+    plan = model_plan(
+        shape, seq=seq, batch=batch, activation_itemsize=itemsize, resident_threshold_nbytes=threshold_nbytes
+    )
+    assert plan.is_traced
+    work, order = trace(plan.module, plan.specs, seq, batch, itemsize)
+    assert (plan.work, plan.order) == (work, order)
+    assert list(plan.work) == list(work)
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_it_is_the_model_that_a_factory_makes(shape: GptShape, factories: ModuleType) -> None:
     factories.make = lambda: Gpt(shape)  # type: ignore[attr-defined]
-    quick, whole = planned(shape, seq=16), planned("plan_factories:make", seq=16)
-    assert whole.is_traced
-    assert (quick.work, quick.order, quick.untraced) == (whole.work, whole.order, whole.untraced)
-    assert [type(block) for block in quick.module.blocks] == [type(quick.module.blocks[0])] * shape.layers
+    known, whole = planned(shape, seq=16), planned("plan_factories:make", seq=16)
+    assert (known.work, known.order, known.untraced) == (whole.work, whole.order, whole.untraced)
+    named = [[(name, p.shape, p.dtype) for name, p in plan.module.named_parameters()] for plan in (known, whole)]
+    assert named[0] == named[1]
+    assert [(spec.name, spec.resident) for spec in known.specs] == [(spec.name, spec.resident) for spec in whole.specs]
+    assert all(p.is_meta for p in known.module.parameters())
 
 
 def test_saved_activations_are_what_autograd_keeps() -> None:
