@@ -2,7 +2,7 @@
 
     python -m benchmarks.peer_deepspeed --driver train_deepspeed.py --python .venv-ds/bin/python --directory DIR
         [--size 110m | 396m] [--rounds 3] [--steps 5] [--host-budget 256MiB --device-budget 192MiB]
-        [--ladder 480MiB,640MiB,...] [--json FILE]
+        [--ladder 480MiB,640MiB,...] [--activations recompute] [--json FILE]
 
 DeepSpeed runs in its own virtual environment, under a driver that takes --mode, --swap, --hidden, ... and prints one
 JSON object. Parameters and optimizer state are on NVMe on both sides. Within a round everything runs once, in turn, in
@@ -10,7 +10,9 @@ a process of its own: DeepSpeed with and without its pipelined optimizer swap, i
 int8 (the latter two rounded at random, the same in every run), and plain PyTorch. Figures are medians over rounds, with
 the range; a run's figure is the median of its steps but the first. Speed is compared with the faster of DeepSpeed's
 settings, peak memory with that one and with the one that takes least. `--ladder` adds runs of infinity with moments in
-fp32 and these host budgets. `--json` holds what has been measured by then.
+fp32 and these host budgets. `--activations recompute` lets infinity compute its units again in backward instead of
+keeping what they compute: while drives are the bound that takes less memory and no time. `--json` holds what has been
+measured by then.
 The losses of all steps are kept; how far each side's are from plain PyTorch's is the largest difference of any step.
 
 `--compute native` computes in bf16 on both sides, `fp32` from bf16 weights in fp32; the engine decides by what the CPU
@@ -72,6 +74,7 @@ def train_ours(options: argparse.Namespace, shape: PeerShape, folder: Path) -> d
         device={"kind": "cpu", "budget": options.device_budget},
         host={"budget": options.host_budget},
         nvme={"paths": [folder]},
+        activations={"policy": options.activations},
     )
     seconds, losses, moved = [], [], []
     with infinity.offload(model, config, init_fn=first_values(model, shape.layers)) as engine:
@@ -134,6 +137,7 @@ def cases(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[s
     def ours(state_format: str, host_budget: str = options.host_budget) -> dict[str, Any]:
         given = {"size": options.size, "steps": options.steps, "directory": folder, "state-format": state_format}
         given |= {"host-budget": host_budget, "device-budget": options.device_budget}
+        given |= {"activations": options.activations}
         command = [sys.executable, "-m", "benchmarks.peer_deepspeed", "--ours"]
         command += [f"--{name}={value}" for name, value in given.items()]
         return run_child(command, {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}, log)
@@ -247,6 +251,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host-budget", default="256MiB", help="of infinity")
     parser.add_argument("--device-budget", default="192MiB", help="of infinity")
     parser.add_argument("--ladder", type=lambda text: text.split(","), default=[], help="more host budgets of infinity")
+    parser.add_argument("--activations", choices=["none", "recompute"], default="none", help="of infinity")
     parser.add_argument("--state-format", default="fp32", help="with --ours")
     parser.add_argument("--only", help="names of sides, with commas between them")
     parser.add_argument(
@@ -265,7 +270,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def report_of(options: argparse.Namespace, found: dict[str, Any]) -> dict[str, Any]:
     """What was found, with what it depends on."""
-    names = ("size", "rounds", "steps", "compute", "host_budget", "device_budget")
+    names = ("size", "rounds", "steps", "compute", "host_budget", "device_budget", "activations")
     settings = {name: str(getattr(options, name)) for name in names}
     return {"machine": describe_machine(), "torch": str(torch.__version__), "settings": settings, "found": found}
 

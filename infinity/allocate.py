@@ -13,7 +13,7 @@ from infinity.blueprint import Blueprint
 from infinity.checkpoint.saver import Saver
 from infinity.chunked_sink import ChunkedGradientSink
 from infinity.claims import Claims
-from infinity.config import Precision, Schedule
+from infinity.config import Precision
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import LinkCopy
 from infinity.durable.committer import Committer
@@ -210,7 +210,7 @@ def _read_ahead(plan: Blueprint, made: _Resources, link: LinkPatience) -> ReadAh
         copies=made.copies,
         groups_of_unit=[[g.index for g in unit.groups] for unit in plan.units],
         uses=plan.placement.uses,
-        keep_after_backward=plan.placement.schedule is Schedule.OVERLAPPED,
+        updated_after_backward=plan.placement.updated_after_backward(plan.groups),
         link=link,
         on_failure=made.failure.note,
     )
@@ -294,8 +294,9 @@ def _sink(
         spill=spill,
         held=made.budgets["gradients"],
         transit=made.budgets["transit"],
-        updates_in_flight=lambda: any(not update.written.done for update in in_flight),
+        updates_in_flight=lambda: any(not update.written.done and not update.waits for update in in_flight),
         updates_awaited=partial(_awaited, made.io, pipeline),
+        start_waiting=partial(_start_waiting, made.io, pipeline, in_flight),
         blocks=blocks,
         advice=lambda: (
             "there are no swap files in which they could. A host.budget of "
@@ -315,6 +316,13 @@ def _awaited(io: IoLoop, pipeline: UpdatePipeline) -> Iterator[None]:
         yield
     finally:
         io.post(pipeline.relax)
+
+
+def _start_waiting(io: IoLoop, pipeline: UpdatePipeline, in_flight: list[GroupUpdate]) -> bool:
+    is_any = any(update.waits and not update.written.done for update in in_flight)
+    if is_any:
+        io.post(pipeline.start_waiting)
+    return is_any
 
 
 def _budgets(plan: Blueprint) -> dict[str, TierBudget]:

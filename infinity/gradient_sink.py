@@ -39,6 +39,7 @@ class GradientSink(MeasuredGradients):
         spill: where gradients go that cannot stay in host memory.
         updates_in_flight: whether an update is running that will give held memory back.
         updates_awaited: entered while the sink waits for memory that updates give back.
+        start_waiting: starts updates that wait for their groups to be used, and hold memory; False when there are none.
         blocks: device memory for gradients.
         advice: the end of the sentence that tells that there is no host memory for a gradient: why it cannot wait in
             the swap files, and what to do.
@@ -54,6 +55,7 @@ class GradientSink(MeasuredGradients):
         transit: TierBudget,
         updates_in_flight: Callable[[], bool],
         updates_awaited: Callable[[], AbstractContextManager[None]],
+        start_waiting: Callable[[], bool],
         blocks: GradientBlocks,
         advice: Callable[[], str],
         stalls: StallClock,
@@ -66,6 +68,7 @@ class GradientSink(MeasuredGradients):
         self._transit = transit
         self._updates_in_flight = updates_in_flight
         self._updates_awaited = updates_awaited
+        self._start_waiting = start_waiting
         self._blocks = blocks
         self._advice = advice
         self._stalls = stalls
@@ -308,7 +311,8 @@ class GradientSink(MeasuredGradients):
         def check() -> None:
             # In this order: an update gives its memory back before it counts as finished.
             is_moving = self._updates_in_flight() or self._spill.is_writing
-            if not is_moving and not reservation.done and not self._spill_held(group):
+            is_stuck = not is_moving and not reservation.done
+            if is_stuck and not self._start_waiting() and not self._spill_held(group):
                 raise PlacementError(
                     f"no host memory for the gradient of {group.key}: the gradients held now ({budget.holders()}) wait "
                     "for the end of backward, because their parameters were used outside their modules, or their "

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from infinity.balance import updated_in_forward
 from infinity.config import Schedule
 from infinity.demand import MIN_CHUNK_NUMEL, Request, Sizes, Term, chunkings, smallest_chunk_numel
 from infinity.gradients import GRAD_DTYPE
@@ -78,7 +79,8 @@ class HostDivision:
     Attributes:
         window_nbytes, gradients_nbytes, transit_nbytes, pipeline_nbytes, passage_nbytes: of the parts.
         chunk_numel, passage_numel: elements of a chunk of the pipeline, and of one that passes host memory.
-        chunked, spilled, pinned_params, pinned_states, pinned_chunks: indices of groups; see `Placement`.
+        chunked, spilled, pinned_params, pinned_states, pinned_chunks, updated_in_forward: indices of groups; see
+            `Placement`.
         minimum_nbytes: of this division.
         smallest_nbytes: of the one that needs least.
         whole_nbytes: of the one in which no group passes host memory in chunks.
@@ -97,6 +99,7 @@ class HostDivision:
         self.pinned_states = set(sizes.resident)
         self.pinned_chunks: dict[int, int] = {}
         self._pinned_part_nbytes = 0  # of those chunks
+        self.updated_in_forward: frozenset[int] = frozenset()
         trainable = [g.index for g in sizes.streamed if g.trainable]
         self.chunked = sizes.chunked
         self.passage_numel = MIN_CHUNK_NUMEL
@@ -179,8 +182,10 @@ class HostDivision:
         """The division as lines of the plan."""
         part = ", and a part of another's" if self.pinned_chunks else ""
         pinned = f"shards of {len(self.pinned_params)} and state of {len(self.pinned_states)} groups{part}, for good"
+        n_waiting = len(self.updated_in_forward)
+        waiting = f", {n_waiting} of them until the next forward" if n_waiting else ""
         held = {
-            Schedule.OVERLAPPED: "gradients on their way into the update",
+            Schedule.OVERLAPPED: f"gradients on their way into the update{waiting}",
             Schedule.DEFERRED: "gradients held from backward to their update in the next forward",
         }.get(self._request.schedule, "gradients held until step()")
         chunk = format_nbytes(self._chunk_nbytes(self.chunk_numel))
@@ -232,6 +237,7 @@ class HostDivision:
             self.window_nbytes = 0
         if not self.holds_gradients:  # some may have to wait for the end of backward; see GradientSpill
             self.gradients_nbytes = self._grown(self.gradients_nbytes, sum(sizes.held_gradient_nbytes.values()))
+        self.updated_in_forward = self._left_for_forward()
 
     def _hold_small(self) -> None:
         """Everything of small groups; see [Note: small groups]."""
@@ -343,6 +349,19 @@ class HostDivision:
             count += 1
         if count:
             self.pinned_chunks[group.index] = count
+
+    def _left_for_forward(self) -> frozenset[int]:
+        """Groups whose updates wait for the next forward; see [Note: balance of a step] in balance.py."""
+        state_nbytes, kept = self._sizes.state_nbytes, self.kept(from_end=False)
+        held_nbytes = sum(state_nbytes[index] for index in self.pinned_states) + self._pinned_part_nbytes
+        return updated_in_forward(
+            self._request,
+            self._sizes,
+            room_nbytes=self.gradients_nbytes,
+            held_part=held_nbytes / (sum(state_nbytes.values()) or 1),
+            # What is kept from its update on would be read again for an update in the forward.
+            able=lambda group: group.index not in kept and group.index not in self.pinned_states,
+        )
 
     def kept(self, *, from_end: bool) -> list[int]:
         """Groups whose copies are kept across the turn (the last ones) or the step boundary (the first ones)."""

@@ -21,6 +21,7 @@ from infinity.config import Schedule
 from infinity.demand import Request, Sizes, Term, completed_late, held_together
 from infinity.errors import PlacementError
 from infinity.gradients import gradient_nbytes
+from infinity.groups import FlatGroup
 from infinity.host_division import divide_host
 from infinity.rank_budgets import told_budget, told_need
 from infinity.sizes import format_minimum_nbytes, format_nbytes
@@ -35,6 +36,7 @@ class Placement:
         pinned_chunks: by index of a group whose state is there in part: how many of its first chunks.
         spilled_gradients: group indices whose gradients wait for the update in the swap file.
         keep_at_turn, keep_at_boundary: groups whose copies stay from forward to backward, and from update to forward.
+        updated_in_forward: groups whose updates wait for the next forward under `overlapped`; see balance.py.
         chunked: group indices whose shard and gradient pass host memory in chunks; see [Note: chunked groups].
         passage_numel: elements of such a chunk.
         host_minimum_nbytes: smallest host budget that works, with everything in chunks that can be.
@@ -68,6 +70,7 @@ class Placement:
     chunked: frozenset[int]
     keep_at_turn: frozenset[int]
     keep_at_boundary: frozenset[int]
+    updated_in_forward: frozenset[int]
     uses: Mapping[int, int]
     nvme_nbytes: int
     stages_on_device: bool = False
@@ -78,6 +81,12 @@ class Placement:
     def stores_param(self, index: int) -> bool:
         """Whether the shard of a group lies in the swap files."""
         return self.is_durable or index not in self.pinned_params
+
+    def updated_after_backward(self, groups: Sequence[FlatGroup]) -> frozenset[int]:
+        """Indices of the groups whose updates follow their backward at once."""
+        if self.schedule is not Schedule.OVERLAPPED:
+            return frozenset()
+        return frozenset(group.index for group in groups if group.trainable) - self.updated_in_forward
 
     def pins_state(self, index: int, chunk: int) -> bool:
         """Whether the optimizer state of a chunk, counted within its group, is in host memory for good."""
@@ -149,6 +158,7 @@ def make_placement(request: Request) -> Placement:
         chunked=frozenset(host.chunked),
         keep_at_turn=frozenset(host.kept(from_end=True)),
         keep_at_boundary=frozenset(host.kept(from_end=False)),
+        updated_in_forward=host.updated_in_forward,
         uses=sizes.uses,
         nvme_nbytes=nvme_nbytes,
         stages_on_device=bool(host.chunked) and request.small_staging_nbytes is not None,

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from infinity.course import Course
@@ -63,7 +63,7 @@ class ReadAhead:
         copies: one per group, by group index.
         groups_of_unit: for every unit, the indices of the groups it gathers.
         uses: how often a forward, or a backward, gathers each group; by group index.
-        keep_after_backward: whether an update follows at once and wants the copy (the overlapped schedule).
+        updated_after_backward: indices of groups whose update follows at once and wants the copy (`overlapped`).
         link: how long a copy to the device may take.
         on_failure: told about a copy to the device that is stuck or has failed.
     """
@@ -77,7 +77,7 @@ class ReadAhead:
         copies: Sequence[HostCopy],
         groups_of_unit: Sequence[Sequence[int]],
         uses: Mapping[int, int],
-        keep_after_backward: bool,
+        updated_after_backward: Collection[int],
         link: LinkPatience,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class ReadAhead:
         self._groups_of_unit = groups_of_unit
         self._uses = uses
         self._used: Counter[tuple[int, Phase]] = Counter()  # by group and phase, in the iteration under way
-        self._keep_after_backward = keep_after_backward
+        self._updated_after_backward = updated_after_backward
         self._link = link
         self._on_failure = on_failure
         self._course = Course(self._passes_window)
@@ -365,7 +365,7 @@ class ReadAhead:
         if phase is Phase.FORWARD:
             return copy.keep_at_turn
         # What several units share is updated after the backward of all, not at once.
-        return copy.keep_at_boundary or (self._keep_after_backward and copy.group.trainable and uses == 1)
+        return copy.keep_at_boundary or (copy.group.index in self._updated_after_backward and uses == 1)
 
     def _passes_window(self, unit: int) -> bool:
         """Whether a unit has a shard that is read into the window; decided by the placement."""

@@ -1,7 +1,8 @@
 """When groups are updated: the step schedules, seen from the training thread.
 
 `synchronous` updates everything in `step()`. `overlapped` submits a group as soon as its gradient is complete, while
-backward goes on, and `step()` only waits; that excludes accumulation and clipping, which need all gradients first.
+backward goes on, and `step()` only waits; that excludes accumulation and clipping, which need all gradients first. A
+few of its updates are left for the next forward, see [Note: balance of a step] in balance.py.
 `deferred` only decides in `step()` what every update is (gradient, settings, clip coefficient); a group is updated in
 the next forward, just before it is used, or on any other access to it. What is gathered during `step()` (the resident
 unit, a `gathered()` block) is updated there. All give the same bits, because an update of a group depends on nothing
@@ -47,6 +48,7 @@ class Updates:
         self._runtime = runtime
         self._optimizer: OptimizerView | None = None
         self._submitted: dict[int, Sequence[Hyper | None]] = {}
+        self._left: list[GroupUpdate] = []  # by `overlapped` for the next forward
         self.consistency = Consistency(runtime)
         self.gradients = WaitingGradients(runtime, self._submitted)
         self._exchange = None
@@ -191,10 +193,10 @@ class Updates:
     def _apply(self, updates: Sequence[GroupUpdate]) -> None:
         """Start or defer the last updates of the step, and wait for what is not deferred."""
         runtime = self._runtime
-        is_present = runtime.gatherer.is_gathered
-        later = [update for update in updates if self.is_deferred and not is_present(update.state.group)]
+        later = [update for update in updates if self.is_deferred and not self._is_present(update)]
         runtime.io.post(runtime.pipeline.submit, [update for update in updates if update not in later])
         runtime.io.post(runtime.pipeline.defer, later)
+        later += self._still_left()
         runtime.step += 1
         runtime.sink.step = runtime.passage.step = runtime.activations.step = runtime.step
         runtime.io.post(runtime.read_ahead.step_submitted, runtime.step)
@@ -307,6 +309,18 @@ class Updates:
 
     # Parts -----------------------------------------------------------------------------------------------------
 
+    def _is_present(self, update: GroupUpdate) -> bool:
+        return self._runtime.gatherer.is_gathered(update.state.group)
+
+    def _still_left(self) -> list[GroupUpdate]:
+        """Updates that are left for the next forward; those of what is gathered now are wanted now."""
+        runtime = self._runtime
+        self._left = [update for update in self._left if not update.computed.done]
+        for update in self._left:
+            if self._is_present(update):
+                runtime.io.post(runtime.read_ahead.want, update.state.group.index)
+        return [update for update in self._left if not self._is_present(update)]
+
     def _agree_on_step(self) -> None:
         """All ranks take the same step, on top of the same commit; nobody goes back further than to that one."""
         committer = self._runtime.committer
@@ -350,10 +364,15 @@ class Updates:
             self._runtime.stalls.wait(update.computed, StallCause.OPTIMIZER)
 
     def _submit(self, groups: Sequence[FlatGroup]) -> None:
-        """Start the updates of groups, whose gradients are final."""
+        """Start the updates of groups, whose gradients are final, or leave them for the next forward."""
         hypers = self._prepare(groups)
+        runtime, waiting = self._runtime, self._runtime.placement.updated_in_forward
         with self._applying():
-            self._runtime.io.post(self._runtime.pipeline.submit, self._make_updates(groups, hypers))
+            updates = self._make_updates(groups, hypers)
+            left = [update for update in updates if update.state.group.index in waiting]
+            self._left += left
+            runtime.io.post(runtime.pipeline.defer, left)
+            runtime.io.post(runtime.pipeline.submit, [update for update in updates if update not in left])
 
     @contextmanager
     def _applying(self) -> Iterator[None]:

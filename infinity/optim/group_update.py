@@ -36,6 +36,7 @@ class GroupUpdate:
         written: completes when the swap file holds them.
         is_forced: it was deferred and ran before a forward used the group; the read of the shard belongs to no step.
         is_taken: the pipeline knows of it, and will complete its tickets.
+        waits: it is deferred and has not started; written by the I/O loop.
     """
 
     state: GroupState
@@ -49,6 +50,7 @@ class GroupUpdate:
     written: Ticket
     is_forced: bool = False
     is_taken: bool = False
+    waits: bool = False
 
     @classmethod
     def make(

@@ -101,6 +101,7 @@ class UpdatePipeline:
 
     def _start(self, update: GroupUpdate, after: Sequence[asyncio.Task[None]] = ()) -> asyncio.Task[None]:
         """Start an update; the arrival of its gradient."""
+        update.waits = False
         loop = asyncio.get_running_loop()
         arrival = loop.create_task(self._arrive(update, after))
         arrival.add_done_callback(_noticed)
@@ -112,8 +113,12 @@ class UpdatePipeline:
     def defer(self, updates: Sequence[GroupUpdate]) -> None:
         """Let updates wait until their groups are used (a message from the training thread)."""
         for update in updates:
-            update.is_taken = True
+            update.is_taken = update.waits = True
             self._read_ahead.defer(update.state.group.index, _Deferred(self, update))
+
+    def start_waiting(self) -> None:
+        """Start what was deferred (a message): the training thread waits for memory that it holds."""
+        self._read_ahead.force()
 
     def give_up(self, updates: Sequence[GroupUpdate], error: BaseException) -> None:
         """The training thread was interrupted (a message): those of these updates fail that never came here."""
@@ -321,6 +326,8 @@ class UpdatePipeline:
         if copy is not None:
             writes += self._write_small(update, runs)
             copy.updated(update.written)
+        if all(fence.done for fence in update.gradient.fences):
+            update.gradient.release()  # before its writes have landed: the next gradient may wait for the memory
         update.computed.set_done()
         self._read_ahead.advance()
 

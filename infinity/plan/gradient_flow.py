@@ -69,7 +69,15 @@ class GradientFlow:
                 await fence
             self._spill(gradient)
         elif self._scenario.is_overlapped:
-            self._machinery.pipeline.submit([self._make_update(group)])
+            self._update(group)
+
+    def _update(self, group: FlatGroup) -> None:
+        """Start the update of a group, or leave it for the next forward."""
+        update, pipeline = self._make_update(group), self._machinery.pipeline
+        if group.index in self._scenario.placement.updated_in_forward:
+            pipeline.defer([update])
+        else:
+            pipeline.submit([update])
 
     async def _take_down_in_chunks(self, group: FlatGroup) -> None:
         gradient = self._gradients.setdefault(group.index, GroupGradient(group, self._machinery.store))
@@ -80,7 +88,7 @@ class GradientFlow:
         self._device.retire(group.index, self._machinery.completed)
         gradient.present[:] = [True] * len(gradient.present)
         if self._scenario.is_overlapped:
-            self._machinery.pipeline.submit([self._make_update(group)])
+            self._update(group)
 
     async def _open(self, group: FlatGroup) -> GroupGradient:
         """The group's gradient with host memory for it."""
@@ -136,7 +144,8 @@ class GradientFlow:
     async def optimizer_step(self) -> None:
         """Hand all gradients to updates and wait for those that `step()` waits for."""
         machinery = self._machinery
-        later: list[GroupUpdate] = []
+        left = self._scenario.placement.updated_in_forward
+        later = [update for update in self._updates if update.state.group.index in left]
         if not self._scenario.is_overlapped:
             for ticket in self._spills:
                 await self._time.wait(ticket, StallCause.NVME_WRITE)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from infinity.config import Schedule
 from infinity.errors import InfinityError
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
@@ -114,7 +113,7 @@ class Machinery:
             copies=self.copies,
             groups_of_unit=[[group.index for group in unit.groups] for unit in scenario.units],
             uses=placement.uses,
-            keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
+            updated_after_backward=placement.updated_after_backward(scenario.groups),
             link=LinkPatience(math.inf),
         )
         self.pipeline = UpdatePipeline(

@@ -256,8 +256,9 @@ def _dtype(name: str) -> torch.dtype:
 def to_text(trace: SchedulerTrace) -> str:
     """The file. The same run gives the same text but for its times."""
     content = TypeAdapter(SchedulerTrace).dump_python(trace, mode="json")
-    for name in ("pinned_params", "pinned_states", "spilled_gradients", "chunked", "keep_at_turn", "keep_at_boundary"):
-        content["placement"][name] = sorted(content["placement"][name])
+    for name, value in content["placement"].items():
+        if isinstance(getattr(trace.placement, name), frozenset):
+            content["placement"][name] = sorted(value)
     return json.dumps({"format": FORMAT, "version": VERSION} | content, indent=1) + "\n"
 
 

@@ -72,6 +72,7 @@ class Bench:
             held=self.held,
             transit=TierBudget("transit", transit_nbytes),
             updates_in_flight=self._updates_in_flight,
+            start_waiting=lambda: False,
             updates_awaited=self._updates_awaited,
             blocks=blocks,
             advice=lambda: "use schedule='synchronous'",

@@ -162,7 +162,7 @@ class PlannedRun:
             copies=self.copies,
             groups_of_unit=[[group.index for group in unit.groups] for unit in self.units],
             uses=placement.uses,
-            keep_after_backward=placement.schedule is Schedule.OVERLAPPED,
+            updated_after_backward=placement.updated_after_backward(self.groups),
         )
         self.failures: list[BaseException] = []
         self.pipeline = UpdatePipeline(
@@ -225,7 +225,8 @@ class PlannedRun:
                 is_resident = any(self.units[index].resident for index in group.units)
                 if group.trainable and ran & group.units and (is_resident or len(group.units) > 1):
                     await self._complete(group)
-        later: list[GroupUpdate] = []
+        left = self.placement.updated_in_forward
+        later = [update for update in self._updates if update.state.group.index in left]
         if self.placement.schedule is not Schedule.OVERLAPPED:
             self.read_ahead.force()
             for ticket in [*(update.computed for update in self._updates), *self._spills]:
@@ -316,7 +317,9 @@ class PlannedRun:
         if is_placed_on_nvme:
             self._spill(gradient)
         elif self.placement.schedule is Schedule.OVERLAPPED:
-            self.pipeline.submit([self._make_update(group)])
+            update = self._make_update(group)
+            is_left = group.index in self.placement.updated_in_forward
+            (self.pipeline.defer if is_left else self.pipeline.submit)([update])
 
     def _spill(self, gradient: GroupGradient) -> None:
         block, gradient.block = gradient.block, None

@@ -138,7 +138,7 @@ class Simulation:
             copies=self.copies,
             groups_of_unit=[[group.index] for group in self.groups],
             uses={group.index: 1 for group in self.groups},
-            keep_after_backward=self.overlapped,
+            updated_after_backward={group.index for group in self.groups} if self.overlapped else (),
         )
         self._stack = ExitStack()
         worker = self._stack.enter_context(ThreadPoolExecutor(1))

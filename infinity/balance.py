@@ -1,0 +1,56 @@
+"""Which updates the overlapped schedule leaves for the next forward, so that the drives have work there too.
+
+[Note: balance of a step]
+With every update in backward a step that its drives bound leaves them idle for most of the forward, which computes for
+longer than it reads, while backward waits for them. So a few updates wait until the next forward comes to their units,
+as all do under the deferred schedule: the same bytes and the same bits, moved to where the drives are free.
+
+Their gradients wait in the room that gradients have anyway. Two units need of it what makes backward flow: one that is
+updated while the next one arrives. What is left may wait, evenly spread, because what the drives have left over in
+forward grows with every unit that computes. At most one unit in four waits: a forward is a third of a step's computing
+or less, and reads parameters as well.
+
+Optimizer state that is in host memory for good leaves the drives free in backward, for a backward computes two or three
+times as long as a forward: then less is left for the next forward, and nothing from a third of the state on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from infinity.config import Schedule
+from infinity.demand import Request, Sizes, completed_late
+from infinity.groups import FlatGroup
+
+_FLOWING = 2  # units whose gradients need room while backward flows
+_LARGEST_PART = 4  # of so many units that train one may wait
+_BACKWARDS = 3  # forwards that a backward takes, with recomputation
+
+
+def updated_in_forward(
+    request: Request, sizes: Sizes, *, room_nbytes: int, held_part: float, able: Callable[[FlatGroup], bool]
+) -> frozenset[int]:
+    """Indices of groups whose updates wait for the next forward; none but under `overlapped`.
+
+    Args:
+        room_nbytes: host memory for gradients between backward and update.
+        held_part: the part of the optimizer state that is in host memory for good.
+        able: whether the update of a group moves bytes, and none more in the next forward than in backward.
+    """
+    if request.schedule is not Schedule.OVERLAPPED:
+        return frozenset()
+    late = completed_late(request.units) | {g.index for g in request.groups if g.index in sizes.chunked}
+    training = [unit for unit in request.units if not unit.resident and any(g.trainable for g in unit.groups)]
+    waiting = []
+    for unit in training:
+        groups = [group for group in unit.groups if group.trainable]
+        if all(group.index not in late and able(group) for group in groups):
+            waiting.append((sum(sizes.held_gradient_nbytes[group.index] for group in groups), groups))
+    most = int(len(training) * (1 - _BACKWARDS * held_part) / _LARGEST_PART)
+    resident_nbytes = sum(sizes.held_gradient_nbytes[index] for index in sizes.resident)
+    left_nbytes = room_nbytes - max(_FLOWING * max(sizes.unit_gradients_nbytes, default=0), resident_nbytes)
+    for count in range(min(most, len(waiting)), 0, -1):
+        chosen = [waiting[number * len(waiting) // (count + 1)] for number in range(1, count + 1)]
+        if sum(nbytes for nbytes, _ in chosen) <= left_nbytes:
+            return frozenset(group.index for _, groups in chosen for group in groups)
+    return frozenset()
