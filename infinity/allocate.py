@@ -287,7 +287,8 @@ def _sink(
     if lockstep is not None:
         make = partial(make, lockstep=lockstep)
     make_room = partial(create_gradient, made.store, plan.nvme_budget_nbytes)
-    spill = GradientSpill(made.store, stalls, plan.placement.spilled_gradients, make_room)
+    placement = plan.placement
+    spill = GradientSpill(made.store, stalls, placement.spilled_gradients, make_room, placement.lasting_gradients)
     sink = make(
         device=plan.device,
         pool=made.pool,

@@ -33,6 +33,7 @@ class PassingGradientSink(GradientSink):
 
     def expect(self, group: FlatGroup) -> None:
         if group.index in self._chunked:
+            self.spill_kept()
             self._blocks.reserve(group)
         else:
             super().expect(group)

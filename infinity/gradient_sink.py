@@ -75,11 +75,13 @@ class GradientSink(MeasuredGradients):
         self.step = 0
         self._n_backwards = 0  # since the last step
         self._expected_backwards = 1  # before the next step, as before the last one
+        self._kept: set[int] = set()  # groups whose gradients waited for a step at the end of the last backward
 
     # Backward --------------------------------------------------------------------------------------------------
 
     def expect(self, group: FlatGroup) -> None:
         """A backward of the group begins: reserve device memory for its gradient; read back what was spilled."""
+        self.spill_kept()
         self._blocks.reserve(group)
         gradient = self._gradients.get(group.index)
         if gradient is not None and gradient.is_spilled and gradient.block is None:
@@ -160,10 +162,26 @@ class GradientSink(MeasuredGradients):
             gradient.fences.remove(fence)
 
     def settle(self, group: FlatGroup) -> None:
-        """A backward of the group is over: spill its gradient if that is where it is placed."""
+        """A backward of the group is over: spill its gradient if that is where it is placed.
+
+        One that may wait for the step in transit is spilled when it turns out that no step comes next; see
+        last_gradients.py.
+        """
         gradient = self._gradients.get(group.index)
-        if gradient is not None and self._spill.is_planned(group) and gradient.block is not None:
+        if gradient is None or gradient.block is None:
+            return
+        if self._spill.is_lasting(group):
+            self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
+            gradient.is_spilled = False  # what is in the swap file is older
+        elif self._spill.is_planned(group):
             self._spill_now(gradient)
+
+    def spill_kept(self) -> None:
+        """Another forward or backward begins, whose gradients need the room of those that waited for a step."""
+        while self._kept:
+            gradient = self._gradients.get(self._kept.pop())
+            if gradient is not None and gradient.block is not None:
+                self._spill_now(gradient)
 
     def _spill_now(self, gradient: GroupGradient) -> None:
         self._wait_arrived(gradient)
@@ -183,6 +201,7 @@ class GradientSink(MeasuredGradients):
         """No backward is running any more: reserved device memory that no gradient came for goes back."""
         self._blocks.cancel_all()
         self._n_backwards += 1
+        self._kept = {index for index, each in self._gradients.items() if self._spill.is_lasting(each.group)}
 
     # Step ------------------------------------------------------------------------------------------------------
 
@@ -340,11 +359,19 @@ class GradientSink(MeasuredGradients):
         return False
 
     def _spill_open(self, group: FlatGroup) -> None:
-        """Where there is no transit memory for a group, gradients that were read back too early give theirs."""
-        if self._spill.is_planned(group) and self._transit.free_nbytes < gradient_nbytes(group):
-            for other in list(self._gradients.values()):
-                if other.group is not group:
-                    self.settle(other.group)
+        """Where there is no transit memory for a group, gradients that were read back too early give theirs.
+
+        Those that wait for the step do where there will be none either when all writes under way are over.
+        """
+        nbytes, is_planned = gradient_nbytes(group), self._spill.is_planned
+        if not is_planned(group) or self._transit.free_nbytes >= nbytes:
+            return
+        others = [g for g in self._gradients.values() if g.group is not group and g.block is not None]
+        staying = [gradient_nbytes(g.group) for g in others if self._spill.is_lasting(g.group)]
+        is_full = sum(staying) + nbytes > self._transit.limit_nbytes
+        for other in others:
+            if is_planned(other.group) and (is_full or not self._spill.is_lasting(other.group)):
+                self._spill_now(other)
 
     def _read_back(self, gradient: GroupGradient) -> None:
         self._take_memory(gradient)

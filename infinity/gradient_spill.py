@@ -27,12 +27,21 @@ class GradientSpill:
         store: None when nothing lies in swap files.
         planned: indices of the groups whose gradients wait in the swap file whenever they are not used.
         make_room: makes space in the swap files for a gradient that was not planned to need any.
+        lasting: indices of those of the planned ones that stay in host memory from the last backward to the update.
     """
 
-    def __init__(self, store: ShardIo | None, stalls: StallClock, planned: frozenset[int], make_room: MakeRoom) -> None:
+    def __init__(
+        self,
+        store: ShardIo | None,
+        stalls: StallClock,
+        planned: frozenset[int],
+        make_room: MakeRoom,
+        lasting: frozenset[int] = frozenset(),
+    ) -> None:
         self.store = store
         self._stalls = stalls
         self._planned = planned
+        self._lasting = lasting
         self._with_room = set(planned)
         self._make_room = make_room
         self._writes: list[Ticket] = []
@@ -40,6 +49,10 @@ class GradientSpill:
     def is_planned(self, group: FlatGroup) -> bool:
         """Whether the gradient of a group waits in the swap file by plan."""
         return group.index in self._planned
+
+    def is_lasting(self, group: FlatGroup) -> bool:
+        """Whether it stays in host memory from the last backward to the update, though others wait there."""
+        return group.index in self._lasting
 
     @property
     def is_writing(self) -> bool:

@@ -28,6 +28,7 @@ from infinity.config import Schedule
 from infinity.demand import MIN_CHUNK_NUMEL, Request, Sizes, Term, chunkings, smallest_chunk_numel
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
+from infinity.last_gradients import lasting_gradients
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import stored_nbytes
 from infinity.passage import DEPTH as PASSAGE_DEPTH
@@ -378,6 +379,10 @@ class HostDivision:
                 break
             chosen.append(group.index)
         return chosen
+
+    def lasting(self) -> frozenset[int]:
+        """Groups whose gradients transit holds from the end of a backward to `step()`."""
+        return lasting_gradients(self._request, self._sizes, self.spilled - self.chunked, self.transit_nbytes)
 
     def nvme_nbytes(self) -> int:
         """Space of the swap files. Where steps are durable, what trains takes it twice: the step before stays."""

@@ -82,6 +82,8 @@ class Iteration:
             self._drop_forward()
         if self._structure is not None:
             self._structure.refuse_changed()
+        if torch.is_grad_enabled():
+            runtime.sink.spill_kept()
         self._is_in_forward = True
         runtime.gatherer.release_unviewed()  # now: what this forward saves for its backward cannot be told from views
         self._mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL

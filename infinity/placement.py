@@ -35,6 +35,7 @@ class Placement:
         pinned_params, pinned_states: group indices whose shard or state is in host memory for good.
         pinned_chunks: by index of a group whose state is there in part: how many of its first chunks.
         spilled_gradients: group indices whose gradients wait for the update in the swap file.
+        lasting_gradients: those of them that stay in transit from the last backward on; see last_gradients.py.
         keep_at_turn, keep_at_boundary: groups whose copies stay from forward to backward, and from update to forward.
         updated_in_forward: groups whose updates wait for the next forward under `overlapped`; see balance.py.
         chunked: group indices whose shard and gradient pass host memory in chunks; see [Note: chunked groups].
@@ -73,6 +74,7 @@ class Placement:
     updated_in_forward: frozenset[int]
     uses: Mapping[int, int]
     nvme_nbytes: int
+    lasting_gradients: frozenset[int] = frozenset()
     stages_on_device: bool = False
     is_durable: bool = False
     local_size: int = 1
@@ -161,6 +163,7 @@ def make_placement(request: Request) -> Placement:
         updated_in_forward=host.updated_in_forward,
         uses=sizes.uses,
         nvme_nbytes=nvme_nbytes,
+        lasting_gradients=host.lasting(),
         stages_on_device=bool(host.chunked) and request.small_staging_nbytes is not None,
         is_durable=request.is_durable,
         local_size=request.local_size,

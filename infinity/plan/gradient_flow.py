@@ -64,7 +64,9 @@ class GradientFlow:
             await self._time.spend(machinery.gradient_copy_s(group), "download")
         self._device.retire(group.index, fence)
         gradient.present[:] = [True] * len(gradient.present)
-        if group.index in self._scenario.placement.spilled_gradients:
+        if group.index in self._scenario.placement.lasting_gradients:
+            gradient.is_spilled = False
+        elif group.index in self._scenario.placement.spilled_gradients:
             with self._time.stalled(StallCause.LINK):
                 await fence
             self._spill(gradient)
@@ -78,6 +80,11 @@ class GradientFlow:
             pipeline.defer([update])
         else:
             pipeline.submit([update])
+
+    def spill_kept(self) -> None:
+        """A forward begins after another backward: gradients that waited for a step make room."""
+        for index in sorted(self._scenario.placement.lasting_gradients & self._gradients.keys()):
+            self._spill(self._gradients[index])
 
     async def _take_down_in_chunks(self, group: FlatGroup) -> None:
         gradient = self._gradients.setdefault(group.index, GroupGradient(group, self._machinery.store))

@@ -112,9 +112,10 @@ def expected_step_traffic(
                 records[alike] = _record_nbytes(chunks, fields)
             traffic.state.add_bytes(*records[alike], reads=int(is_read), writes=1)
         if group.index in placement.spilled_gradients:
-            size = GRAD_DTYPE.itemsize
-            traffic.grad.add(group, group.grad_span, size, reads=micro_batches - 1, writes=micro_batches)
-            traffic.grad.add(group, group.state_span, size, reads=1)  # of the update
+            size, is_lasting = GRAD_DTYPE.itemsize, group.index in placement.lasting_gradients
+            writes = micro_batches - is_lasting
+            traffic.grad.add(group, group.grad_span, size, reads=micro_batches - 1, writes=writes)
+            traffic.grad.add(group, group.state_span, size, reads=int(not is_lasting))  # of the update
     return traffic
 
 

@@ -43,6 +43,7 @@ class TrainingThread:
         """Forward and backward of every micro-batch, and the optimizer step."""
         for _ in range(self._scenario.micro_batches):
             self._begin()
+            self._gradients.spill_kept()
             for unit in self._streamed:
                 await self._use(unit, Phase.FORWARD)
             await self._use_resident(Phase.FORWARD)

@@ -288,6 +288,21 @@ def test_the_same_question_has_the_same_answer(request: Request, data: st.DataOb
     assert plan_at(request, budget) == plan_at(request, budget)
 
 
+@settings(deadline=None, max_examples=60)
+@given(requests(), st.data())
+def test_gradients_that_wait_in_transit_fit_there_and_are_the_last(request: Request, data: st.DataObject) -> None:
+    (budget,) = data.draw(budgets(request, 1))
+    plan = plan_at(request, budget)
+    lasting = [group for group in request.groups if group.index in plan.lasting_gradients]
+    others = [g for g in request.groups if g.index in plan.spilled_gradients - plan.lasting_gradients - plan.chunked]
+    assert sum(4 * group.layout.numel for group in lasting) <= plan.transit_nbytes
+    assert plan.lasting_gradients <= plan.spilled_gradients - plan.chunked
+    assert not lasting or request.schedule is Schedule.SYNCHRONOUS
+    for one in lasting:  # its backward comes after those of all that are spilled
+        assert all(min(one.units) <= min(other.units) for other in others)
+        assert len(one.units) == 1
+
+
 @settings(deadline=None, max_examples=25)
 @given(requests(), st.data())
 def test_kept_copies_leave_room_for_the_largest_shard(request: Request, data: st.DataObject) -> None:

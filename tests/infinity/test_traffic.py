@@ -153,7 +153,7 @@ def test_the_synchronous_schedule_reads_parameters_once_more_and_spills_gradient
     run = case(Precision.BF16, Schedule.SYNCHRONOUS)
     traffic = run.step()
     kept = run.payload(run.placement.keep_at_turn) + 2 * run.payload(run.placement.keep_at_boundary)
-    spilled = run.payload(run.placement.spilled_gradients)
+    spilled = run.payload(run.placement.spilled_gradients - run.placement.lasting_gradients)
     assert traffic.param.read_nbytes == 3 * 2 * run.parameters - 2 * kept
     assert (traffic.grad.read_nbytes, traffic.grad.write_nbytes) == (4 * spilled, 4 * spilled)
     assert spilled > 0.9 * run.parameters
@@ -162,7 +162,8 @@ def test_the_synchronous_schedule_reads_parameters_once_more_and_spills_gradient
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 def test_accumulation_repeats_forward_and_backward_only(micro_batches: int) -> None:
     run = case(Precision.FP32, Schedule.SYNCHRONOUS)
-    nothing_kept = replace(run.placement, keep_at_turn=frozenset(), keep_at_boundary=frozenset())
+    none = frozenset[int]()
+    nothing_kept = replace(run.placement, keep_at_turn=none, keep_at_boundary=none, lasting_gradients=none)
     run = replace(run, placement=nothing_kept)
     one, several = run.step(), run.step(micro_batches=micro_batches)
     assert several.state == one.state
@@ -170,6 +171,18 @@ def test_accumulation_repeats_forward_and_backward_only(micro_batches: int) -> N
     assert several.param.read_nbytes == (2 * micro_batches + 1) * 4 * run.parameters
     assert several.grad.read_nbytes == micro_batches * one.grad.read_nbytes
     assert several.grad.write_nbytes == micro_batches * one.grad.write_nbytes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+def test_gradients_that_stay_in_transit_save_a_write_and_a_read_of_a_step(micro_batches: int) -> None:
+    run = case(Precision.FP32, Schedule.SYNCHRONOUS)
+    lasting = run.placement.lasting_gradients
+    assert lasting
+    without = replace(run, placement=replace(run.placement, lasting_gradients=frozenset()))
+    more, less = without.step(micro_batches=micro_batches), run.step(micro_batches=micro_batches)
+    assert more.grad.read_nbytes - less.grad.read_nbytes == 4 * run.payload(lasting)
+    assert more.grad.write_nbytes - less.grad.write_nbytes == 4 * run.payload(lasting)
+    assert (less.param, less.state) == (more.param, more.state)
 
 
 def test_frozen_parameters_are_only_read() -> None:

@@ -327,6 +327,51 @@ LONGER_CHUNKS = request_of(
 )
 
 
+# Window and transit of groups that were held whole took the memory of state, and transit was of no use to `step()`.
+LAST_GRADIENTS = request_of(
+    5,
+    1024,
+    Schedule.SYNCHRONOUS,
+    host=1.4909,
+    device=1.182,
+    read=7e9,
+    write_ratio=0.25,
+    duplex=0.0,
+    drives=2,
+)
+LAST_GRADIENTS_SLOW_LINK = request_of(
+    8,
+    1024,
+    Schedule.SYNCHRONOUS,
+    host=0.9838,
+    device=0.722,
+    read=3e9,
+    write_ratio=0.25,
+    latency_s=1e-4,
+    duplex=1.0,
+    link=5e9,
+    dram=200e9,
+)
+LAST_GRADIENTS_ADDED_UP = request_of(
+    3,
+    1024,
+    Schedule.SYNCHRONOUS,
+    host=2.5077,
+    device=1.609,
+    accumulate=2,
+    read=7e9,
+    write_ratio=1.0,
+    duplex=0.0,
+    drives=2,
+    efficiency=0.03,
+    link=5e9,
+    dram=20e9,
+)
+
+
+@example(request=LAST_GRADIENTS, what="host memory", factor=1.747)
+@example(request=LAST_GRADIENTS_SLOW_LINK, what="host memory", factor=1.753)
+@example(request=LAST_GRADIENTS_ADDED_UP, what="host memory", factor=1.801)
 @example(request=JUST_WHOLE, what="host memory", factor=1.3)
 @example(request=JUST_WHOLE_OVERLAPPED, what="host memory", factor=1.05)
 @example(request=LONGER_CHUNKS, what="host memory", factor=1.05)

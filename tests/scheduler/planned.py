@@ -180,6 +180,7 @@ class PlannedRun:
         self._gradients: dict[int, GroupGradient] = {}
         self._spills: list[Ticket] = []
         self._updates: list[GroupUpdate] = []
+        self._is_last = True  # no other backward comes before the step
         self.step = 0
         self.read_errors = 0
 
@@ -211,8 +212,9 @@ class PlannedRun:
     async def train(self, micro_batches: int = 1, order: Sequence[int] | None = None) -> None:
         """One optimizer step; `order`: which streamed units run in it."""
         units = self.streamed if order is None else [self.units[index] for index in order]
-        for _ in range(micro_batches):
+        for number in range(micro_batches):
             self._begin(Mode.TRAIN)
+            self._is_last = number == micro_batches - 1
             for unit in units:
                 await self._use(unit, Phase.FORWARD)
             for unit in reversed(units):
@@ -304,6 +306,8 @@ class PlannedRun:
         gradient = self._gradients.setdefault(group.index, GroupGradient(group, self.store))  # type: ignore[arg-type]
         is_placed_on_nvme = group.index in self.placement.spilled_gradients
         if gradient.block is None:
+            if is_placed_on_nvme:
+                self._make_room(gradient_nbytes(group))
             budget = self._transit if is_placed_on_nvme else self._held
             reservation = budget.request(gradient_nbytes(group), gradient_key(group))
             await reservation
@@ -314,12 +318,22 @@ class PlannedRun:
                 gradient.tensor.zero_()
         gradient.tensor.add_(1)
         self._arrived[group.index] += 1
-        if is_placed_on_nvme:
+        if group.index in self.placement.lasting_gradients and self._is_last:
+            gradient.is_spilled = False
+        elif is_placed_on_nvme:
             self._spill(gradient)
         elif self.placement.schedule is Schedule.OVERLAPPED:
             update = self._make_update(group)
             is_left = group.index in self.placement.updated_in_forward
             (self.pipeline.defer if is_left else self.pipeline.submit)([update])
+
+    def _make_room(self, nbytes: int) -> None:
+        """In transit, where no write that is over gives it."""
+        waiting = [self._gradients[index] for index in self.placement.lasting_gradients & self._gradients.keys()]
+        waiting = [gradient for gradient in waiting if gradient.block is not None]
+        if sum(gradient_nbytes(each.group) for each in waiting) + nbytes > self._transit.limit_nbytes:
+            for gradient in waiting:
+                self._spill(gradient)
 
     def _spill(self, gradient: GroupGradient) -> None:
         block, gradient.block = gradient.block, None
