@@ -27,7 +27,7 @@ from infinity.plan.observed import (
     with_drives,
 )
 from infinity.plan.phases import middle_steps, step_s
-from infinity.plan.simulate import simulate
+from infinity.plan.simulate import simulate, simulate_long
 
 SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=16)
 
@@ -84,7 +84,7 @@ def test_a_prediction_simulates_the_very_placement_of_the_run(tmp_path: Path) ->
         assert prediction is not None
         assert prediction.calibration.steps == 2  # of five after the first
         scenario = scenario_of_run(engine._runtime, prediction.calibration, micro_batches=1, recompute=False)
-        result = simulate(scenario)
+        result = simulate_long(scenario)
         assert (result.read_nbytes, result.write_nbytes) == moved_nbytes(scenario_traffic(scenario))
         expected = engine.plan.expected_traffic(1)
         assert moved_nbytes(scenario_traffic(scenario)) == moved_nbytes(expected)
