@@ -316,10 +316,10 @@ class Updates:
         """Updates that are left for the next forward; those of what is gathered now are wanted now."""
         runtime = self._runtime
         self._left = [update for update in self._left if not update.computed.done]
-        for update in self._left:
-            if self._is_present(update):
-                runtime.io.post(runtime.read_ahead.want, update.state.group.index)
-        return [update for update in self._left if not self._is_present(update)]
+        present = [update for update in self._left if self._is_present(update)]
+        for update in present:
+            runtime.io.post(runtime.read_ahead.want, update.state.group.index)
+        return [update for update in self._left if update not in present]
 
     def _agree_on_step(self) -> None:
         """All ranks take the same step, on top of the same commit; nobody goes back further than to that one."""

@@ -78,13 +78,17 @@ class Bench:
             held=self.held,
             transit=TierBudget("transit", transit_nbytes),
             updates_in_flight=self._updates_in_flight,
-            start_waiting=lambda: False,
+            start_waiting=self._start_waiting,
             updates_awaited=self._updates_awaited,
             blocks=blocks,
             advice=lambda: "use schedule='synchronous'",
             stalls=self.stalls,
         )
         self.on_look: Callable[[], None] = lambda: None
+        self.start_waiting: Callable[[], bool] = lambda: False
+
+    def _start_waiting(self) -> bool:
+        return self.start_waiting()
 
     @contextmanager
     def _updates_awaited(self) -> Iterator[None]:
@@ -211,6 +215,24 @@ def test_waiting_for_an_update_that_gives_memory_back(bench: Bench) -> None:
     _give(groups[2], 1.0)
     assert bench.sink.harvest(groups[2], is_final=True)
     assert bench.stalls.counts[StallCause.GRADIENT_SPACE] <= 1
+
+
+def test_updates_that_wait_for_their_units_are_started_rather_than_refusing_a_gradient(bench: Bench) -> None:
+    groups = [_group(number) for number in range(3)]
+    for group in groups[:2]:
+        _give(group, 1.0)
+        bench.sink.harvest(group, is_final=True)
+    waiting = bench.sink.take(groups[0])  # its update has been deferred: nothing is under way
+
+    def start() -> bool:
+        bench.updating = True
+        threading.Timer(0.01, waiting.release).start()
+        return True
+
+    bench.start_waiting = start
+    _give(groups[2], 1.0)
+    assert bench.sink.harvest(groups[2], is_final=True)
+    assert bench.updating
 
 
 def test_the_last_update_ends_without_giving_memory_back(bench: Bench) -> None:
