@@ -1,13 +1,13 @@
 """Predicted against measured step times, from calibrations made before the runs.
 
-Per model size the benchmark goes round by round, and in a round schedule by schedule: first a run on the drive as it
-is, with the schedule synchronous, from which everything is fitted (seconds of the training thread, of kernels and
-hand-overs, rates of the drive); then the schedule, predicted before it starts. So a slow minute of the machine or of a
-drive that others share meets calibrations and runs alike, and the error of a case is the median of its rounds. In the
-same way every schedule runs on one and two throttled drives of two speeds, predicted from a calibration just before
-them and the speeds of the throttle. Real files, real threads. Torch and the optimizer compute with one thread each: a
-training run on a GPU does not compute with the cores that move its bytes either. The machine has to be quiet; it takes
-about a quarter of an hour then.
+Per model size the benchmark goes round by round, and in a round schedule by schedule: first two runs on the drive as it
+is, from which everything is fitted (overlapped: what computing loses to the threads beside it; synchronous: seconds of
+the training thread, of kernels and hand-overs, rates of the drive); then the schedule, predicted before it starts. So
+a slow minute of the machine or of a drive that others share meets calibrations and runs alike, and the error of a case
+is the median of its rounds. In the same way every schedule runs on one and two throttled drives of two speeds,
+predicted from a calibration just before them and the speeds of the throttle. Real files, real threads. Torch and the
+optimizer compute with one thread each: a training run on a GPU does not compute with the cores that move its bytes
+either. The machine has to be quiet; it takes about a quarter of an hour then.
 
     python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--drives real,throttled]
         [--rounds N] [--throttled-rounds N]
@@ -82,9 +82,13 @@ def run(engine: Engine, steps: int) -> RunObserver:
 
 
 def calibrate(shape: GptShape, root: Path, steps: int) -> Calibration:
+    """From two runs: in one much goes on beside computing, which shows what that costs; the other shows the rest."""
+    with opened(shape, "overlapped", [root / "drive0"], None) as engine:
+        observer = run(engine, steps)
+        contention = observer.calibrate(observer.moments[1:]).contention
     with opened(shape, "synchronous", [root / "drive0"], None) as engine:
         observer = run(engine, steps)
-        return observer.calibrate(observer.moments[1:])
+        return observer.calibrate(observer.moments[1:], contention)
 
 
 @dataclass(frozen=True, slots=True)

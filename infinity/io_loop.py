@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ class IoLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._messages: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._is_woken = False  # a wake-up is on its way, and finds what has been posted by then
+        self._cpu_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._stopped = threading.Event()
         self._closed = False
@@ -49,6 +51,11 @@ class IoLoop:
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         return self._loop
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time of the thread, as it was at the last message."""
+        return self._cpu_s
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
         """Run `function` on the loop soon. Messages run in the order they were posted.
@@ -102,6 +109,7 @@ class IoLoop:
 
     def _run_messages(self) -> None:
         self._is_woken = False  # before the first message is taken: what comes from now on wakes the loop again
+        self._cpu_s = time.thread_time()
         while self._messages:
             function, args = self._messages.popleft()
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,8 +80,8 @@ def traced(trace: Trace, log: IoLog | None, inner: WrapBackend | None = None) ->
     """
 
     def note(span: TransferSpan) -> None:
-        drive, duration_s = sys.intern(str(span.directory)), span.end_s - span.start_s
-        trace.add(span.key, span.op.value, span.start_s, duration_s, drive, nbytes=span.nbytes)
+        duration_s = span.end_s - span.start_s
+        trace.add(span.key, span.op.value, span.start_s, duration_s, span.directory, nbytes=span.nbytes)
 
     def wrap(backend: Backend) -> Backend:
         used = backend if inner is None else inner(backend)

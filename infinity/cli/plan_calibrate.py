@@ -14,6 +14,7 @@ from infinity.cli.plan_options import PlanOptions
 from infinity.errors import ConfigError
 from infinity.plan.calibration import CalibrationFile, MachineCalibration
 from infinity.plan.measure import calibrate_machine
+from infinity.sizes import MIB
 from infinity.swap_directories import default_directory
 
 
@@ -64,6 +65,9 @@ def _table(found: MachineCalibration) -> Table:
     for name, value, factor in rows:
         table.add_row(name, value, "" if factor is None else f"{factor:.2f} x the time")
     table.add_row("hand-over between threads", "", f"{found.hand_over_s * 1e6:,.0f} us")
+    if not found.has_gpu:
+        lost_s = found.contention.transfers_s(1, MIB)
+        table.add_row("computing loses to each MiB beside it", "", f"{lost_s * 1e6:,.0f} us")
     for residual in found.residuals:
         predicted = f"{residual.predicted_s:.3f} s predicted"
         table.add_row(f"a step, {residual.what}", predicted, f"{residual.measured_s:.3f} s ({residual.error:+.1%})")

@@ -21,6 +21,7 @@ import xxhash
 from pydantic import Field, TypeAdapter, ValidationError
 
 from infinity.errors import ConfigError
+from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import Drive, Gpu, Hardware
 from infinity.plan.ledger import state_folder
@@ -93,7 +94,7 @@ class Residual:
 class MachineCalibration:
     """A calibrated machine. `machine` and `versions` say which it was, and of what software; `made` is in UTC.
 
-    `device_memory_nbytes` is a GPU's own; `hand_over_s` and `kernel_loss` are those of
+    `device_memory_nbytes` is a GPU's own; `hand_over_s` and `contention` are those of
     `infinity.plan.scenario.Speeds`, in a run.
     """
 
@@ -107,7 +108,7 @@ class MachineCalibration:
     corrections: Corrections
     residuals: tuple[Residual, ...]
     hand_over_s: float = 0.0
-    kernel_loss: float = 0.0
+    contention: Contention = NO_CONTENTION
 
     def __post_init__(self) -> None:
         memory_nbytes = self.machine.get("memory_bytes")
@@ -115,8 +116,8 @@ class MachineCalibration:
             raise ValueError(f"memory_bytes of the machine is {memory_nbytes!r}, and should be greater than 0")
         if self.has_gpu:
             _refuse_not_positive(device_memory_nbytes=self.device_memory_nbytes)
-        if not (0 <= self.hand_over_s < math.inf and 0 <= self.kernel_loss < math.inf):
-            raise ValueError("hand_over_s and kernel_loss should be 0 or more")
+        if not 0 <= self.hand_over_s < math.inf:
+            raise ValueError(f"hand_over_s is {self.hand_over_s}, and should be 0 or more")
 
     def hardware(self) -> Hardware:
         """This machine for the planner, as it is in a run."""
@@ -137,7 +138,7 @@ class MachineCalibration:
             efficiency=1.0,
             unit_s=alone.unit_s * factors.compute,
             hand_over_s=self.hand_over_s,
-            kernel_loss=self.kernel_loss,
+            contention=self.contention,
             link_bytes_per_s=alone.link_bytes_per_s,
             dram_bytes_per_s=2 * alone.copy_bytes_per_s,
             optimizer_s=alone.optimizer_s * factors.optimizer,

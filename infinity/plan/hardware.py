@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
+from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drives import DriveModel
 from infinity.plan.reading import look_up, read_json
 from infinity.sizes import GIB, format_nbytes, parse_nbytes
@@ -117,7 +118,7 @@ class Hardware:
         optimizer_s: seconds the optimizer of one rank needs for one parameter, host memory aside.
         has_gpu: whether copies run beside the computation, from memory of its own; else a device is a part of the host.
         unit_s: overhead of each pass through a unit.
-        hand_over_s, kernel_loss: see `infinity.plan.scenario.Speeds`.
+        hand_over_s, contention: see `infinity.plan.scenario.Speeds`.
         notes: how its figures came about, in words.
     """
 
@@ -134,7 +135,7 @@ class Hardware:
     has_gpu: bool = True
     unit_s: float = 0.0
     hand_over_s: float = 0.0
-    kernel_loss: float = 0.0
+    contention: Contention = NO_CONTENTION
     notes: tuple[str, ...] = ()
 
     @property

@@ -82,6 +82,7 @@ class Machinery:
         self.loop = loop
         self._scenario = scenario = scenario.coarse()
         placement, speeds = scenario.placement, scenario.speeds
+        self.speeds = speeds  # with what coarse chunks stand for
         self.pool = HostPool(_UNLIMITED_NBYTES, map_memory=SparseMemory().map)
         self.window = TierBudget("window", placement.window_nbytes)
         self.gradients = TierBudget("gradients", placement.gradients_nbytes)
@@ -198,6 +199,10 @@ class Machinery:
     def budgets(self) -> list[TierBudget]:
         """All budgets that a run is held to, of host and device."""
         return [self.window, self.gradients, self.transit, self.passage, self._pipeline_budget, self.device]
+
+    def transferred_s(self) -> float:
+        """What computing would have lost to all transfers so far, had they all ended beside it."""
+        return self.speeds.contention.transfers_s(self.store.n_moved, self.store.moved_nbytes)
 
     def busy_s(self) -> dict[str, list[float]]:
         """Seconds every resource has worked so far; of drives, each of them."""

@@ -86,7 +86,7 @@ def calibrate_machine(directories: Sequence[Path], progress: Progress) -> Machin
         corrections=corrections_from(alone, fitted),
         residuals=tuple(residuals),
         hand_over_s=fitted.hand_over_s,
-        kernel_loss=fitted.kernel_loss,
+        contention=fitted.contention,
     )
 
 
@@ -152,7 +152,14 @@ def _plan_of(shape: GptShape) -> ModelPlan:
 
 
 def _run_all(directories: Sequence[Path], progress: Progress) -> tuple[Calibration, list[Residual]]:
-    """Fit to the first schedule, predict every other."""
+    """Fit to the first schedule, predict every other.
+
+    What computing loses to what goes on beside it shows where much does, so it is seen in a run of its own.
+    """
+    progress("training, to see what goes on beside it")
+    with _engine(directories, Schedule.OVERLAPPED) as engine:
+        observer = _train(engine)
+        contention = observer.calibrate(observer.moments[2:]).contention
     fitted: Calibration | None = None
     residuals = []
     for schedule in _SCHEDULES:
@@ -160,7 +167,7 @@ def _run_all(directories: Sequence[Path], progress: Progress) -> tuple[Calibrati
         with _engine(directories, schedule) as engine:
             predicted_s = None if fitted is None else _predict(engine, fitted)
             observer = _train(engine)
-            seen = observer.calibrate(observer.moments[2:])
+            seen = observer.calibrate(observer.moments[2:], contention)
             if fitted is None or predicted_s is None:
                 fitted, predicted_s, kind = seen, _predict(engine, seen), "fitted to"
             else:

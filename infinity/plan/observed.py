@@ -13,19 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from infinity.groups import FlatGroup, Unit
 from infinity.optim.hyper import StateField
-from infinity.optim.kernel_threads import usable_cores
 from infinity.placement import Placement
+from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drive_phases import INSTANT_BYTES_PER_S, fit_drives
 from infinity.plan.drives import DriveModel
-from infinity.plan.phases import Moment, fit_hand_over_s, fit_kernel_s, fit_thread_s, median_step_s, middle_steps
+from infinity.plan.phases import Moment, fit_hand_over_s, fit_kernel_s, median_step_s, middle_steps
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
 from infinity.plan.simulate import simulate_long
+from infinity.plan.thread_phases import fit_contention, fit_thread_s
 from infinity.runtime import Runtime
+from storage.backends.cost import IoCost
 
 _MOST_CALIBRATION_STEPS = 5
 
@@ -36,13 +37,13 @@ class Calibration:
 
     Attributes:
         thread_s: seconds of a step in which the training thread worked: computing, copying, overhead. Without what it
-            lost to kernels that ran beside it.
+            lost to kernels and transfers beside it.
         kernel_s: seconds of the optimizer for one element, chunk overheads included.
         drives: as they were while something was in flight.
         steps: how many steps it was fitted to; the shortest and longest of them were left out.
         measured_s: median seconds of those.
         hand_over_s: seconds from one thread to another.
-        kernel_loss: seconds that the training thread loses for each second of a kernel beside it; see `kernel_loss`.
+        contention: what the training thread loses to what goes on beside it.
     """
 
     thread_s: float
@@ -51,7 +52,7 @@ class Calibration:
     steps: int
     measured_s: float
     hand_over_s: float = 0.0
-    kernel_loss: float = 0.0
+    contention: Contention = NO_CONTENTION
 
     def to_json(self) -> dict[str, Any]:
         """What `infinity train --json` says of it; seconds and bytes/s."""
@@ -60,7 +61,8 @@ class Calibration:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Calibration:
         """What `to_json` gave."""
-        return cls(**(data | {"drives": tuple(DriveModel(**drive) for drive in data["drives"])}))
+        drives, contention = (DriveModel(**drive) for drive in data["drives"]), Contention(**data["contention"])
+        return cls(**(data | {"drives": tuple(drives), "contention": contention}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,16 @@ class RunObserver:
         self._paused_s += seconds
 
     def _look(self) -> Moment:
-        return Moment(time.perf_counter(), self._runtime.stalls.total_s, self._paused_s)
+        runtime = self._runtime
+        cost = runtime.store.cost if runtime.store is not None else IoCost()
+        return Moment(
+            time.perf_counter(),
+            runtime.stalls.total_s,
+            self._paused_s,
+            thread_cpu_s=time.thread_time(),
+            loop_cpu_s=runtime.io.cpu_s,
+            io_cpu_s=cost.python_s + cost.check_s + cost.system_s,
+        )
 
     def predict(self, *, micro_batches: int, recompute: bool) -> Prediction | None:
         """Calibrate on the first steps and predict the others; None when not even two steps have run.
@@ -132,35 +143,27 @@ class RunObserver:
         fitted_s = calibration.measured_s
         return Prediction(step_s, measured_s, step_s / fitted_s - 1, step_s / measured_s - 1, calibration)
 
-    def calibrate(self, moments: Sequence[Moment]) -> Calibration:
-        """Fit to the steps between the first and the last of these moments."""
+    def calibrate(self, moments: Sequence[Moment], contention: Contention | None = None) -> Calibration:
+        """Fit to the steps between the first and the last of these moments.
+
+        Args:
+            contention: where it was seen better, in a run in which more went on beside computing.
+        """
         runtime = self._runtime
         events, steps = runtime.trace.events(), middle_steps(moments)
         directories = [report.directory for report in runtime.store.drive_report()] if runtime.store is not None else []
         kernels = [event for event in events if event.category == "optimizer"]
-        stalls = [event for event in events if event.category == "stall"]
         numels = {record.key: record.chunk.payload_numel for s in runtime.states.values() for record in s.records}
-        loss = kernel_loss(runtime)
+        contention = fit_contention(runtime, steps, events) if contention is None else contention
         return Calibration(
-            thread_s=fit_thread_s(steps, kernels, stalls, loss),
+            thread_s=fit_thread_s(steps, events, contention),
             kernel_s=fit_kernel_s(steps, kernels, numels),
             drives=fit_drives(steps, events, directories),
             steps=len(moments) - 1,
             measured_s=median_step_s(moments),
             hand_over_s=fit_hand_over_s(steps, events),
-            kernel_loss=loss,
+            contention=contention,
         )
-
-
-def kernel_loss(runtime: Runtime) -> float:
-    """Seconds that computing loses for each second of a kernel beside it, where both share the cores of this machine.
-
-    With a and b threads on n cores each gets n / (a + b) of what it wants while both run, if that is less than all. A
-    kernel of k seconds then takes k (a + b) / n, and computing loses what it did not get of these, k ((a + b) / n - 1).
-    """
-    if runtime.device.torch_device.type != "cpu":
-        return 0.0
-    return max((torch.get_num_threads() + runtime.threads.count) / usable_cores() - 1, 0.0)
 
 
 def scenario_of_run(runtime: Runtime, calibration: Calibration, *, micro_batches: int, recompute: bool) -> Scenario:
@@ -200,7 +203,7 @@ def scenario_of(
             kernel_s=calibration.kernel_s,
             is_async=False,
             hand_over_s=calibration.hand_over_s,
-            kernel_loss=calibration.kernel_loss,
+            contention=calibration.contention,
         ),
         drives=calibration.drives,
         micro_batches=micro_batches,

@@ -1,4 +1,4 @@
-"""From what a run noted to how fast its parts are: its thread, its kernels and its hand-overs.
+"""From what a run noted to how fast its parts are: its kernels and its hand-overs. Its thread: `thread_phases`.
 
 Every figure is a mean over the same steps, those of middling length: a step that something else disturbed says nothing
 about the others. Medians of each figure by itself would not add up to a step: a disturbance meets the thread in one
@@ -23,11 +23,16 @@ class Moment:
     Attributes:
         stalled_s: what the training thread has waited so far.
         paused_s: what lay between steps on purpose so far.
+        thread_cpu_s, loop_cpu_s, io_cpu_s: CPU time so far of the training thread, of the loop and of the threads that
+            move bytes.
     """
 
     at_s: float
     stalled_s: float
     paused_s: float = 0.0
+    thread_cpu_s: float = 0.0
+    loop_cpu_s: float = 0.0
+    io_cpu_s: float = 0.0
 
 
 Step = tuple[Moment, Moment]
@@ -53,25 +58,9 @@ def middle_steps(moments: Sequence[Moment]) -> list[Step]:
     return [pair for pair in steps if pair in kept]
 
 
-def fit_thread_s(
-    steps: Sequence[Step], kernels: Sequence[TraceEvent], stalls: Sequence[TraceEvent], loss: float
-) -> float:
-    """Seconds of a step in which the training thread worked, if no kernel had run beside it.
-
-    Args:
-        loss: seconds that it loses for each second of a kernel that runs beside it.
-    """
-    found = []
-    for first, last in steps:
-        worked_s = step_s(first, last) - (last.stalled_s - first.stalled_s)
-        beside_s = sum(_apart_s(kernel, stalls) for kernel in _between(kernels, first, last)) if loss else 0.0
-        found.append(max(worked_s - loss * beside_s, 0.0))
-    return fmean(found)
-
-
 def fit_kernel_s(steps: Sequence[Step], kernels: Sequence[TraceEvent], numels: Mapping[str, int]) -> float:
     """Seconds of the optimizer for one element, by the elements of each record; 0 where nothing was updated."""
-    mine = [kernel for step in steps for kernel in _between(kernels, *step) if numels.get(kernel.name)]
+    mine = [kernel for step in steps for kernel in between(kernels, *step) if numels.get(kernel.name)]
     updated = sum(numels[kernel.name] for kernel in mine)
     return sum(kernel.duration_s for kernel in mine) / updated if updated else 0.0
 
@@ -81,7 +70,7 @@ def fit_hand_over_s(steps: Sequence[Step], events: Sequence[TraceEvent]) -> floa
 
     Seen is the way from the optimizer's worker to the loop: from the end of a kernel to the submission of its write.
     """
-    waits = [wait for step in steps for wait in _waits_of_writes(list(_between(events, *step)))]
+    waits = [wait for step in steps for wait in _waits_of_writes(list(between(events, *step)))]
     return fmean(waits) if waits else 0.0
 
 
@@ -97,11 +86,12 @@ def _waits_of_writes(events: Sequence[TraceEvent]) -> Iterator[float]:
             yield at_s - since_s
 
 
-def _between(events: Sequence[TraceEvent], first: Moment, last: Moment) -> Iterator[TraceEvent]:
+def between(events: Sequence[TraceEvent], first: Moment, last: Moment) -> Iterator[TraceEvent]:
+    """What began in a step."""
     return (event for event in events if first.at_s <= event.start_s < last.at_s)
 
 
-def _apart_s(event: TraceEvent, others: Sequence[TraceEvent]) -> float:
+def apart_s(event: TraceEvent, others: Sequence[TraceEvent]) -> float:
     """Seconds of an event in which none of the others, which do not overlap, went on."""
     end_s = event.start_s + event.duration_s
     overlaps = (min(end_s, o.start_s + o.duration_s) - max(event.start_s, o.start_s) for o in others)

@@ -30,7 +30,7 @@ def rank_speeds(hardware: Hardware) -> Speeds:
         collective_s=collective_latency_s(hardware),
         dram_bytes_per_s=hardware.dram_bytes_per_s / hardware.gpus,
         hand_over_s=hardware.hand_over_s,
-        kernel_loss=hardware.kernel_loss,
+        contention=hardware.contention,
     )
 
 

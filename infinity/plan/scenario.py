@@ -12,6 +12,7 @@ from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import StateField
 from infinity.order import Phase
 from infinity.placement import Placement
+from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drives import DriveModel
 from storage.align import align_up
 
@@ -44,7 +45,7 @@ class Speeds:
         dram_bytes_per_s: host memory, shared by drives, links and the optimizer; None: no limit.
         hand_over_s: from one thread to another: of a transfer that ended to who waits for it, to the optimizer's worker
             and back.
-        kernel_loss: seconds that computing loses for each second of the optimizer beside it, on cores they share.
+        contention: what computing loses to what goes on beside it.
     """
 
     h2d_bytes_per_s: float
@@ -56,7 +57,7 @@ class Speeds:
     collective_s: float = 0.0
     dram_bytes_per_s: float | None = None
     hand_over_s: float = 0.0
-    kernel_loss: float = 0.0
+    contention: Contention = NO_CONTENTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +124,11 @@ class Scenario:
         if chunk == fine:
             return self
         pipeline = int(self.placement.pipeline_nbytes * (chunk / fine)) + 1
-        return replace(self, placement=replace(self.placement, chunk_numel=chunk, pipeline_nbytes=pipeline))
+        contention = self.speeds.contention
+        # Nearly all transfers are of chunks: fewer of them, each of which costs what those do that it stands for.
+        contention = replace(contention, transfer_s=contention.transfer_s * chunk / fine)
+        return replace(
+            self,
+            placement=replace(self.placement, chunk_numel=chunk, pipeline_nbytes=pipeline),
+            speeds=replace(self.speeds, contention=contention),
+        )

@@ -167,6 +167,7 @@ class SimulatedDrives(SimulatedIo):
         self._started_s: dict[Operation, float] = {}
         self._pieces: dict[Operation, list[tuple[DriveServer, _Piece]]] = {}  # of what the servers have
         self.log: list[Moved] = []
+        self.n_moved = self.moved_nbytes = 0  # transfers that have ended, and their bytes
         self.traffic: Counter[tuple[Op, str, int]] = Counter()  # bytes by direction, kind and step
 
     @property
@@ -223,6 +224,8 @@ class SimulatedDrives(SimulatedIo):
         tag, nbytes = operation.tag, len(operation.memory)
         submitted_s, started_s = self._submitted_s[operation], self._started_s.pop(operation)
         self.traffic[operation.op, tag.kind, tag.step] += nbytes
+        self.n_moved += 1
+        self.moved_nbytes += nbytes
         if self._keep_log:
             end_s = asyncio.get_running_loop().time()
             key, start = operation.key, operation.start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from infinity.observe.stalls import StallCause
@@ -17,11 +17,18 @@ class ThreadTime:
 
     Args:
         kernels: what the optimizer's worker did so far and does now, as (start_s, end_s) in order.
+        transferred_s: what computing would have lost to all transfers that have ended so far.
         kernel_loss: seconds that computing loses for each second of a kernel beside it.
     """
 
-    def __init__(self, kernels: Sequence[tuple[float, float]] = (), kernel_loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        kernels: Sequence[tuple[float, float]] = (),
+        transferred_s: Callable[[], float] = lambda: 0.0,
+        kernel_loss: float = 0.0,
+    ) -> None:
         self._kernels = kernels
+        self._transferred_s = transferred_s
         self._kernel_loss = kernel_loss
         self.spans: list[Span] = []
         self.compute_s = 0.0
@@ -63,14 +70,12 @@ class ThreadTime:
             self.spans.append(Span(lane, name, start_s, start_s + seconds))
 
     async def compute(self, seconds: float, name: str) -> None:
-        """The device computes, and the thread with it; longer while a kernel takes cores from it."""
-        start_s = asyncio.get_running_loop().time()
-        await self.spend(seconds, name, lane="compute")
-        lost_s = self._lost_s(start_s)
+        """The device computes, and the thread with it; longer while kernels and transfers take cores from it."""
+        start_s, lost_s = asyncio.get_running_loop().time(), seconds
         while lost_s > 0:  # what it lost takes time as well, in which it may lose again
-            begun_s = asyncio.get_running_loop().time()
+            begun_s, before_s = asyncio.get_running_loop().time(), self._transferred_s()
             await self.spend(lost_s, name, lane="compute")
-            lost_s = self._lost_s(begun_s)
+            lost_s = self._lost_s(begun_s) + self._transferred_s() - before_s
         self.compute_s += asyncio.get_running_loop().time() - start_s
 
     def _lost_s(self, since_s: float) -> float:

@@ -23,7 +23,9 @@ class TrainingThread:
 
     def __init__(self, scenario: Scenario) -> None:
         self.machinery = Machinery(scenario)
-        self.time = ThreadTime(self.machinery.worker.spans, scenario.speeds.kernel_loss)
+        self.time = ThreadTime(
+            self.machinery.worker.spans, self.machinery.transferred_s, self.machinery.speeds.contention.kernel
+        )
         self._scenario = scenario
         self._streamed = scenario.streamed
         self._resident = [unit for unit in scenario.units if unit.resident]

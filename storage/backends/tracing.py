@@ -24,7 +24,7 @@ class TransferSpan:
 
     op: Op
     key: str
-    directory: Path
+    directory: str
     nbytes: int
     start_s: float
     end_s: float
@@ -36,6 +36,7 @@ class TracingBackend(BackendWrapper):
     def __init__(self, inner: Backend, on_transfer: Callable[[TransferSpan], None]) -> None:
         super().__init__(inner)
         self._on_transfer = on_transfer
+        self._directories: dict[str, str] = {}  # by path of a swap file, which lies in a folder of its run
 
     def submit(self, request: IoRequest) -> None:
         start_s = time.perf_counter()
@@ -43,7 +44,9 @@ class TracingBackend(BackendWrapper):
         def ended(ticket: Ticket) -> None:
             if ticket.exception is not None:
                 return
-            directory = Path(request.path).parent.parent  # the swap file lies in a folder of its run
+            directory = self._directories.get(request.path)
+            if directory is None:
+                directory = self._directories[request.path] = str(Path(request.path).parents[1])
             self._on_transfer(
                 TransferSpan(request.op, request.key, directory, len(request.memory), start_s, time.perf_counter())
             )

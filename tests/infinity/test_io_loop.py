@@ -5,6 +5,7 @@ import contextlib
 import gc
 import logging
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +47,21 @@ def test_messages_run_in_order_on_the_named_thread(io: IoLoop) -> None:
         io.post(lambda n: seen.append((n, threading.current_thread().name)), number)
     settle(io)
     assert seen == [(number, "infinity-io-loop") for number in range(200)]
+
+
+def test_its_cpu_time_is_that_of_its_thread(io: IoLoop) -> None:
+    before_s = io.cpu_s
+    io.post(lambda: sum(range(3_000_000)))
+    settle(io)
+    settle(io)  # looked at when messages come
+    assert before_s + 0.005 < io.cpu_s
+    mine_s = time.thread_time()
+    sum(range(3_000_000))
+    assert time.thread_time() - mine_s > 0.005
+    settled_s = io.cpu_s
+    settle(io)
+    settle(io)
+    assert io.cpu_s - settled_s < 0.005  # nobody else's
 
 
 def test_messages_of_several_threads_keep_each_ones_order(io: IoLoop) -> None:

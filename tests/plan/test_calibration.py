@@ -17,6 +17,7 @@ from infinity.plan.calibration import (
     Residual,
     machine_id,
 )
+from infinity.plan.contention import Contention
 from infinity.plan.drives import DriveModel
 from infinity.plan.measure import corrections_from, fit_compute
 from infinity.plan.observed import Calibration
@@ -24,6 +25,7 @@ from tests.cli.command import call, train_report
 
 ALONE = Alone(100e9, 1e-4, 1e-9, 10e9, 5e9, {"/mnt/a": DriveModel(3e9, 2e9, latency_s=0.0)})
 CORRECTIONS = Corrections(compute=2.0, optimizer=1.5, read=1.2, write=1.25)
+CONTENTION = Contention(1.0, 1e-4, 1e-10)
 
 
 def calibration(made: str = "2026-01-02T03:04:05+00:00") -> MachineCalibration:
@@ -38,7 +40,7 @@ def calibration(made: str = "2026-01-02T03:04:05+00:00") -> MachineCalibration:
         corrections=CORRECTIONS,
         residuals=(Residual("overlapped, predicted before it ran", 1.1, 1.0, made),),
         hand_over_s=2e-4,
-        kernel_loss=1.0,
+        contention=CONTENTION,
     )
 
 
@@ -47,7 +49,7 @@ def test_rates_are_corrected_for_what_a_run_does_to_them() -> None:
     assert hardware.flops_per_s == 50e9
     assert hardware.unit_s == 2e-4
     assert hardware.optimizer_s == pytest.approx(1.5e-9)
-    assert (hardware.hand_over_s, hardware.kernel_loss) == (2e-4, 1.0)
+    assert (hardware.hand_over_s, hardware.contention) == (2e-4, CONTENTION)
     (drive,) = hardware.drives
     assert drive.model.read_bytes_per_s == pytest.approx(2.5e9)
     assert drive.model.write_bytes_per_s == pytest.approx(1.6e9)
@@ -98,6 +100,8 @@ def test_damage_is_told_and_what_can_be_used_is(tmp_path: Path, caplog: pytest.L
         ("corrections.compute", float("inf"), "compute is inf"),
         ("machine", {}, "memory_bytes of the machine is None"),
         ("hand_over_s", -1.0, "hand_over_s"),
+        ("contention.byte_s", -1.0, "byte_s of the contention is -1.0"),
+        ("contention.kernel", float("inf"), "kernel of the contention is inf"),
         ("residuals", [{"what": "x", "predicted_s": 1, "measured_s": 0, "made": ""}], "greater than 0"),
     ],
 )

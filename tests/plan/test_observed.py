@@ -16,18 +16,19 @@ from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.optim.kernel_threads import usable_cores
 from infinity.plan.bounds import moved_nbytes, scenario_traffic
+from infinity.plan.contention import Contention
 from infinity.plan.drive_phases import fit_drives
 from infinity.plan.drives import DriveModel
 from infinity.plan.observed import (
     Calibration,
     RunObserver,
-    kernel_loss,
     scenario_of_run,
     unit_times,
     with_drives,
 )
 from infinity.plan.phases import middle_steps, step_s
 from infinity.plan.simulate import simulate, simulate_long
+from infinity.plan.thread_phases import kernel_loss
 
 SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=16)
 
@@ -121,7 +122,7 @@ def test_two_steps_predict_the_one_they_were_fitted_to(tmp_path: Path) -> None:
 
 
 def test_a_calibration_survives_json() -> None:
-    calibration = Calibration(0.5, 1e-9, (DriveModel(1e9, 5e8),), 3, 0.75)
+    calibration = Calibration(0.5, 1e-9, (DriveModel(1e9, 5e8),), 3, 0.75, 1e-4, Contention(1.0, 1e-3, 1e-9))
     assert Calibration.from_json(json.loads(json.dumps(calibration.to_json()))) == calibration
 
 
@@ -161,8 +162,17 @@ def test_a_long_run_is_calibrated_before_its_trace_forgets_the_first_steps(tmp_p
         assert observer.moments[-1].paused_s > 0  # no step is charged for it
 
 
-def test_kernels_take_from_computing_what_they_need_of_shared_cores(tmp_path: Path) -> None:
-    engine, _ = train(tmp_path, 0)
+def test_what_a_transfer_costs_is_seen_in_a_run(tmp_path: Path) -> None:
+    engine, observer = train(tmp_path, 4, "overlapped")
     with engine:
-        threads, cores = torch.get_num_threads() + engine._runtime.threads.count, usable_cores()
-        assert kernel_loss(engine._runtime) == max(threads / cores - 1, 0.0)
+        first, last = observer.moments[1], observer.moments[-1]
+        assert last.thread_cpu_s > first.thread_cpu_s
+        assert last.loop_cpu_s > first.loop_cpu_s
+        assert last.io_cpu_s > first.io_cpu_s
+        contention = observer.calibrate(observer.moments[1:]).contention
+        assert contention.kernel == kernel_loss(torch.get_num_threads(), engine._runtime.threads.count, usable_cores())
+        foreign = Contention(transfer_s=1e-3, byte_s=1e-9)
+        seen = observer.calibrate(observer.moments[1:], foreign)
+        assert seen.contention == foreign
+        scenario = scenario_of_run(engine._runtime, seen, micro_batches=1, recompute=False)
+        assert scenario.speeds.contention == foreign

@@ -7,15 +7,16 @@ from itertools import pairwise
 import pytest
 
 from infinity.observe.trace import TraceEvent
+from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drive_phases import fit_drives
 from infinity.plan.phases import (
     Moment,
     fit_hand_over_s,
     fit_kernel_s,
-    fit_thread_s,
     median_step_s,
     middle_steps,
 )
+from infinity.plan.thread_phases import fit_thread_s, fit_transfer_loss, kernel_loss
 
 
 def moment(at_s: float, stalled_s: float = 0.0) -> Moment:
@@ -30,6 +31,10 @@ def kernel(name: str, start_s: float, duration_s: float) -> TraceEvent:
     return TraceEvent(name, "optimizer", start_s, duration_s, "worker")
 
 
+def stall(start_s: float, duration_s: float) -> TraceEvent:
+    return TraceEvent("optimizer", "stall", start_s, duration_s, "thread")
+
+
 def write(name: str, start_s: float) -> TraceEvent:
     return TraceEvent(name, "write", start_s, 0.5, "/drive")
 
@@ -42,7 +47,7 @@ def test_a_disturbed_step_does_not_count() -> None:
     moments = [moment(0.0), moment(1.0, 0.25), moment(11.0, 5.0), moment(12.25, 5.5)]
     assert median_step_s(moments) == 1.25
     assert middle_steps(moments) == [(moments[2], moments[3])]
-    assert fit_thread_s(middle_steps(moments), [], [], loss=0.0) == 0.75
+    assert fit_thread_s(middle_steps(moments), [], NO_CONTENTION) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -64,18 +69,59 @@ def test_disturbances_of_different_parts_are_not_lost() -> None:
     """Each step loses a second, every time somewhere else; what is fitted adds up to the step all the same."""
     stalled_s = [0.0, 2.0, 3.0, 4.0, 6.0]  # two, one, one, two seconds of waiting
     moments = [moment(4.0 * number, stalled) for number, stalled in enumerate(stalled_s)]
-    worked_s = fit_thread_s(middle_steps(moments), [], [], loss=0.0)
+    worked_s = fit_thread_s(middle_steps(moments), [], NO_CONTENTION)
     waited_s = sum(b.stalled_s - a.stalled_s for a, b in middle_steps(moments)) / 2
     assert worked_s + waited_s == pytest.approx(median_step_s(moments))
 
 
 def test_what_kernels_took_from_the_thread_is_given_back() -> None:
     one = [(moment(0.0), moment(1.0, 0.2))]
-    kernels = [kernel("a", 0.1, 0.3), kernel("b", 0.7, 0.2)]
-    stalls = [TraceEvent("optimizer", "stall", 0.8, 0.2, "thread")]
+    events = [kernel("a", 0.1, 0.3), kernel("b", 0.7, 0.2), stall(0.8, 0.2)]
     # The thread worked beside all of the first kernel and beside half of the second.
-    assert fit_thread_s(one, kernels, stalls, loss=0.5) == pytest.approx(0.8 - 0.5 * (0.3 + 0.1))
-    assert fit_thread_s(one, kernels, stalls, loss=0.0) == pytest.approx(0.8)
+    assert fit_thread_s(one, events, Contention(kernel=0.5)) == pytest.approx(0.8 - 0.5 * (0.3 + 0.1))
+    assert fit_thread_s(one, events, NO_CONTENTION) == pytest.approx(0.8)
+
+
+def test_what_transfers_took_from_the_thread_is_given_back() -> None:
+    one = [(moment(0.0), moment(1.0, 0.25))]
+    beside = [moved("read", 0.1, 0.3, 1000), moved("write", 0.5, 0.74, 3000)]
+    waited_for = [moved("read", 0.2, 0.75, 5000), moved("write", 0.6, 0.99, 7000)]
+    contention = Contention(transfer_s=0.01, byte_s=1e-5)
+    assert fit_thread_s(one, [*beside, *waited_for, stall(0.75, 0.25)], contention) == pytest.approx(
+        0.75 - 2 * 0.01 - 4000 * 1e-5
+    )
+    assert fit_thread_s(one, [*beside * 1000, stall(0.75, 0.25)], contention) == 0.0
+
+
+def test_a_transfer_takes_the_part_of_its_cpu_time_that_the_thread_was_seen_to_lose() -> None:
+    # Of a second the thread waited for 0.4 and ran for 0.5; what else it worked it had lost: 0.1.
+    first, last = Moment(0.0, 0.0), Moment(1.0, 0.4, thread_cpu_s=0.5, loop_cpu_s=0.2, io_cpu_s=0.4)
+    beside = [moved("read", 0.1, 0.3, 3000)]
+    events = [*beside, moved("write", 0.5, 0.7, 1000), stall(0.6, 0.4)]
+    # Beside it went half of the loop's time and three quarters of the others': 0.4.
+    part = 0.1 / (0.2 / 2 + 0.4 * 3 / 4)
+    expected = (part * 0.2 / 2, part * 0.4 / 4000)
+    assert fit_transfer_loss([(first, last)], events, kernel=0.0) == pytest.approx(expected)
+    contention = Contention(0.0, *expected)
+    assert fit_thread_s([(first, last)], events, contention) == pytest.approx(0.5)  # what it ran
+
+
+def test_no_transfer_takes_more_than_its_cpu_time_nor_less_than_nothing() -> None:
+    events = [moved("read", 0.1, 0.3, 1000)]
+    slept = (Moment(0.0, 0.0), Moment(1.0, 0.0, thread_cpu_s=0.1, loop_cpu_s=0.02, io_cpu_s=0.01))
+    assert fit_transfer_loss([slept], events, kernel=0.0) == pytest.approx((0.02, 1e-5))
+    busy = (Moment(0.0, 0.0), Moment(1.0, 0.0, thread_cpu_s=1.1, loop_cpu_s=0.02, io_cpu_s=0.01))
+    assert fit_transfer_loss([busy], events, kernel=0.0) == (0.0, 0.0)
+    untold = (Moment(0.0, 0.0), Moment(1.0, 0.0, thread_cpu_s=0.1))
+    assert fit_transfer_loss([untold], events, kernel=0.0) == (0.0, 0.0)
+    assert fit_transfer_loss([slept], [], kernel=0.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("computing", "updating", "cores", "loss"), [(1, 1, 2, 0.0), (2, 2, 2, 1.0), (1, 1, 16, 0.0)])
+def test_kernels_take_from_computing_what_they_need_of_shared_cores(
+    computing: int, updating: int, cores: int, loss: float
+) -> None:
+    assert kernel_loss(computing, updating, cores) == loss
 
 
 def test_kernels_are_seconds_of_an_element() -> None:

@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity.config import Schedule
+from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import StateField
 from infinity.plan.bounds import lower_bounds, moved_nbytes, nvme_s, scenario_traffic
+from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drives import DriveModel
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
 from infinity.plan.simulate import simulate, simulate_long
@@ -156,15 +158,40 @@ def test_hand_overs_lengthen_what_waits_for_them() -> None:
 def test_kernels_beside_computing_on_shared_cores_take_their_part_of_it() -> None:
     speeds = replace(SPEEDS, is_async=False, kernel_s=1e-7)
     alone = make_scenario(EIGHT, schedule=Schedule.OVERLAPPED, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
-    shared = replace(alone, speeds=replace(speeds, kernel_loss=1.0))
+    shared = replace(alone, speeds=replace(speeds, contention=Contention(kernel=1.0)))
     before, after = simulate(alone), simulate(shared)
     assert before.compute_s == pytest.approx(8 * 3e-3)
     # Nearly all kernels run beside the backward; what one of them takes is lost once.
     lost_s = after.compute_s - before.compute_s
     assert 0.5 * before.busy_s["optimizer"] <= lost_s <= before.busy_s["optimizer"] * (1 + 1e-9)
     apart = make_scenario(EIGHT, schedule=Schedule.SYNCHRONOUS, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
-    together = replace(apart, speeds=replace(speeds, kernel_loss=1.0))
+    together = replace(apart, speeds=replace(speeds, contention=Contention(kernel=1.0)))
     assert simulate(together).step_s == pytest.approx(simulate(apart).step_s)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_transfers_that_end_beside_computing_take_their_part_of_it(schedule: Schedule) -> None:
+    quiet = make_scenario(EIGHT, schedule=schedule, spare_nbytes=40 * PAGE_NBYTES)
+    busy = replace(quiet, speeds=replace(SPEEDS, contention=Contention(transfer_s=1e-5, byte_s=1e-11)))
+    before, after = simulate(quiet, keep_spans=True), simulate(busy, keep_spans=True)
+    assert (after.read_nbytes, after.write_nbytes) == (before.read_nbytes, before.write_nbytes)
+    computing = [(span.start_s, span.end_s) for span in after.spans if span.lane == "compute"]
+    beside = [
+        moved for moved in after.transfers if any(start_s < moved.end_s <= end_s for start_s, end_s in computing)
+    ]
+    lost_s = after.compute_s - before.compute_s
+    assert lost_s == pytest.approx(1e-5 * len(beside) + 1e-11 * sum(moved.nbytes for moved in beside), abs=1e-12)
+    assert beside
+
+
+def test_coarse_chunks_take_what_those_do_that_they_stand_for() -> None:
+    fine = make_scenario([UnitShape((400,)) for _ in range(8)], schedule=Schedule.OVERLAPPED)
+    fine = replace(fine, placement=replace(fine.placement, chunk_numel=SHARD_ALIGN_NUMEL))
+    fine = replace(fine, speeds=replace(SPEEDS, contention=Contention(transfer_s=1e-5, byte_s=1e-11)))
+    coarse = fine.coarse()
+    grown = coarse.placement.chunk_numel / fine.placement.chunk_numel
+    assert grown > 1
+    assert coarse.speeds.contention == Contention(0.0, 1e-5 * grown, 1e-11)
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.DEFERRED])
@@ -270,11 +297,15 @@ def scenarios(draw: st.DrawFn) -> Scenario:
 
 
 @THOROUGH
-@given(scenario=scenarios(), hand_over_s=st.sampled_from([0.0, 1e-4, 1e-2]), kernel_loss=st.sampled_from([0.0, 1.0]))
+@given(
+    scenario=scenarios(),
+    hand_over_s=st.sampled_from([0.0, 1e-4, 1e-2]),
+    contention=st.sampled_from([NO_CONTENTION, Contention(1.0, 1e-3, 1e-8)]),
+)
 def test_any_run_ends_within_its_budgets_and_not_before_its_bounds(
-    scenario: Scenario, hand_over_s: float, kernel_loss: float
+    scenario: Scenario, hand_over_s: float, contention: Contention
 ) -> None:
-    speeds = replace(scenario.speeds, hand_over_s=hand_over_s, kernel_loss=kernel_loss)
+    speeds = replace(scenario.speeds, hand_over_s=hand_over_s, contention=contention)
     scenario = replace(scenario, speeds=speeds)
     result = simulate(scenario)
     placement = scenario.placement
