@@ -16,7 +16,7 @@ from infinity.engine import Engine
 from infinity.models.gpt import Gpt, GptShape, init_weights
 from infinity.optim.kernel_threads import usable_cores
 from infinity.plan.bounds import moved_nbytes, scenario_traffic
-from infinity.plan.contention import Contention
+from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drive_phases import fit_drives
 from infinity.plan.drives import DriveModel
 from infinity.plan.observed import (
@@ -141,10 +141,10 @@ def test_a_step_is_divided_by_parameters_and_passes(tmp_path: Path) -> None:
 def test_pauses_between_steps_are_nobody_s_time(tmp_path: Path) -> None:
     engine, observer = train(tmp_path, 3)
     with engine:
-        plain = observer.calibrate(observer.moments[1:])
+        plain = observer.calibrate(observer.moments[1:], NO_CONTENTION)
         last = observer.moments[-1]
         observer.moments[-1] = replace(last, at_s=last.at_s + 100.0, paused_s=100.0)
-        paused = observer.calibrate(observer.moments[1:])
+        paused = observer.calibrate(observer.moments[1:], NO_CONTENTION)
         assert paused.measured_s == pytest.approx(plain.measured_s)
         assert paused.thread_s == pytest.approx(plain.thread_s)
 
