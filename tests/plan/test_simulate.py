@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -192,6 +193,17 @@ def test_coarse_chunks_take_what_those_do_that_they_stand_for() -> None:
     grown = coarse.placement.chunk_numel / fine.placement.chunk_numel
     assert grown > 1
     assert coarse.speeds.contention == Contention(0.0, 1e-5 * grown, 1e-11)
+
+
+def test_a_run_that_settles_late_is_told_as_it_settled() -> None:
+    shapes = [UnitShape((pages,)) for pages in (2, 16, 4, 8, 16, 8)]
+    drive = DriveModel(3e6, 3e6, latency_s=0.0, duplex=0.5)
+    scenario = make_scenario(shapes, spare_nbytes=80 * PAGE_NBYTES, drives=[drive])
+    later = simulate(scenario, steps=12).steps_s
+    lengths = [last_s - first_s for first_s, last_s in pairwise([0.0, *later])]
+    assert lengths[3] < 0.96 * lengths[-1]  # not yet
+    assert lengths[-2] == pytest.approx(lengths[-1])
+    assert simulate_long(scenario).step_s == pytest.approx(lengths[-1])
 
 
 @pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.DEFERRED])
