@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +10,50 @@ import pytest
 import torch
 
 from infinity.data.batches import Batches
-from infinity.data.text import SHIPPED_NBYTES, Text, load_text, shipped_text
+from infinity.data.text import SHIPPED_NBYTES, Text, _docstrings, load_text, shipped_text
 from infinity.errors import ConfigError
 
 
 def test_python_ships_enough_text_and_always_the_same() -> None:
-    first, second = shipped_text(), shipped_text()
+    first = shipped_text()
+    shipped_text.cache_clear()
+    second = shipped_text()
+    assert second is not first
     assert SHIPPED_NBYTES <= len(first.tokens) < 2 * SHIPPED_NBYTES
     assert np.array_equal(first.tokens, second.tokens)
     assert b"yield" in first.tokens.tobytes()
+
+
+def test_no_docstring_is_passed_over_and_none_changes_its_place(tmp_path: Path) -> None:
+    source = """'''the module'''
+class A:
+    "A"
+    def first(self): "A.first"
+    if (lambda: "no docstring")():
+        async def second(self): "A.second"
+    else:
+        def third(self): "A.third"
+try:
+    def fourth(): "fourth"
+except OSError:
+    def fifth(): "fifth"
+finally:
+    for _ in ():
+        def sixth(): "sixth"
+match 1:
+    case 1:
+        with open("x") as file:
+            class B: "B"
+"""
+    (tmp_path / "source.py").write_text(source)
+    expected = [
+        text
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node))
+    ]
+    assert list(_docstrings(tmp_path / "source.py")) == expected
+    assert len(expected) == 9
 
 
 def test_files_and_folders_in_order(tmp_path: Path) -> None:
