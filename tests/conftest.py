@@ -16,6 +16,7 @@ import infinity
 from storage.drives import WrapBackend
 from tests.leaks import LeakCheck, check_empty
 
+MOST_PROCESSES = 8
 _CHECKED = ("infinity", "parity", "mechanics", "faults", "memory")
 
 MakeEngine = Callable[..., infinity.Engine]
@@ -29,6 +30,15 @@ def pytest_configure() -> None:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """As many processes as processors, but none beside this one for a few named files: starting takes as long as they.
+
+    More than eight would want more memory than they save time: each holds torch and what the tests hold.
+    """
+    few = all(Path(argument.split("::")[0]).suffix == ".py" for argument in config.args)
+    return 0 if few else min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
 def _is_checked(path: Path) -> bool:
