@@ -147,6 +147,7 @@ def _run(
     return engine
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
 @pytest.mark.parametrize("model", MODELS)
 def test_models(offload: MakeEngine, schedule: str, model: str) -> None:

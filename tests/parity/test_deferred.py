@@ -140,6 +140,7 @@ LOOKS: dict[str, Callable[[infinity.Engine, nn.Module], object]] = {
 }
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_looking_between_steps_changes_nothing(offload: MakeEngine, look: str, device: str) -> None:

@@ -63,6 +63,7 @@ def test_training(offload: MakeEngine, name: str, checkpointing: str, schedule: 
         ]
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", MODELS)
 def test_smallest_host_budget(offload: MakeEngine, name: str, schedule: str) -> None:
@@ -92,6 +93,7 @@ def _train_and_generate(model: Any, optimizer: torch.optim.Optimizer) -> tuple[l
     return losses, generated
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5"])
 def test_generation_between_steps(offload: MakeEngine, name: str, schedule: str) -> None:

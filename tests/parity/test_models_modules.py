@@ -84,6 +84,7 @@ def _train_both(make: Callable[[], nn.Module], offload: Callable[[nn.Module], in
     return engine
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_with_the_smallest_budgets(offload: MakeEngine, schedule: str, kind: str) -> None:
