@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.optim.kernels_bf16 import SplitMasterAdamW
 from storage.backends.base import Backend
 from storage.types import IoRequest
 from storage.versioned import VersionedStore
@@ -177,6 +178,8 @@ def main(
 ) -> None:
     case = Case(folder, precision, schedule, budget, loop)
     folder.mkdir(exist_ok=True)
+    if precision == "bf16":
+        SplitMasterAdamW().warm_up()  # once, instead of in every process
     status, expected = in_child(lambda tell: case.whole("whole", -1, tell), folder)
     assert status == 0, expected
     status, rest = in_child(lambda tell: case.rest("whole", tell), folder)
