@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ class Loop:
     max_norm: float | None = None
     groups: Groups = _all_parameters
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
-    hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1})
+    hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1}, hash=False)
 
     def micro_batches(self, step: int) -> int:
         return self.accumulate[step % len(self.accumulate)]
@@ -55,8 +56,9 @@ class Outcome:
     parameters: dict[str, Tensor]
 
 
+@lru_cache(maxsize=16)  # the same loop is compared with many settings, one after the other
 def train_plain(loop: Loop) -> Outcome:
-    """The loop with torch's fused AdamW."""
+    """The loop with torch's fused AdamW. What it gives is shared: nobody changes it."""
     model = build(loop.make)
     optimizer = torch.optim.AdamW(loop.groups(model), fused=True, **loop.hyper)
     losses, norms = _run(loop, model, optimizer, torch.nn.utils.clip_grad_norm_)
