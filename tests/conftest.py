@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import infinity
 from storage.drives import WrapBackend
+from tests.covering import fast_places
 from tests.leaks import LeakCheck, check_empty
 
 MOST_PROCESSES = 8
@@ -41,15 +43,33 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if few else min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
-def _is_checked(path: Path) -> bool:
+@pytest.hookimpl(tryfirst=True)  # before those that are slow are left out
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Which places of a test's settings are slow: those that are not needed for every pair of values, or every value.
+
+    With the marker `pairs`, which all tests of parity have, or `somewhere`.
+    """
+    for _, group in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        places = [item for item in group if hasattr(item, "callspec") and item.get_closest_marker("slow") is None]
+        if not places:
+            continue
+        is_somewhere = places[0].get_closest_marker("somewhere") is not None
+        if is_somewhere or places[0].get_closest_marker("pairs") or _part_of(places[0].path) == "parity":
+            settings = [place.callspec.params for place in places]  # type: ignore[attr-defined]
+            for number in set(range(len(places))) - fast_places(settings, somewhere=is_somewhere):
+                places[number].add_marker(pytest.mark.slow)
+
+
+def _part_of(path: Path) -> str | None:
+    """The directory of `tests` that a file is in."""
     here = Path(__file__).parent
-    return path.is_relative_to(here) and path.relative_to(here).parts[0] in _CHECKED
+    return path.relative_to(here).parts[0] if path.is_relative_to(here) else None
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """No thread, file descriptor or swap folder survives a test of the engine."""
-    if not _is_checked(request.node.path):
+    if _part_of(request.node.path) not in _CHECKED:
         yield
         return
     before = LeakCheck.take()

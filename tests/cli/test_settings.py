@@ -16,6 +16,7 @@ from infinity.models.presets import DEFAULT_PRESET, PRESETS
 from infinity.sizes import parse_nbytes
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous"])

@@ -37,6 +37,7 @@ def train_and_note(run: Run, start: int, stop: int) -> list[float]:
     return losses
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("fault", "op"), [(Fault.NO_SPACE, Op.WRITE), (Fault.IO_ERROR, Op.WRITE), (Fault.BIT_FLIP, Op.READ)]

@@ -92,6 +92,7 @@ def test_every_half_and_what_lies_between_rounds_as_it_should() -> None:
     np.testing.assert_array_equal(bits_of(param)[~is_nan.numpy()], rounded_half(master)[~is_nan.numpy()])
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("numel", [1, 63, 64, 65, 255, 256, 257, 4097])
 @pytest.mark.parametrize("form", StateFormat)
 @pytest.mark.parametrize("hyper", HYPERS)

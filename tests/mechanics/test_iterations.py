@@ -240,6 +240,7 @@ def test_dropped_graph(offload: MakeEngine, schedule: str, checkpointing: str | 
     same(offload, partial(Net, checkpointing=checkpointing), script, schedule=schedule)
 
 
+@pytest.mark.pairs
 @BOTH
 @pytest.mark.parametrize("checkpointing", [None, "nr", "re"])
 @pytest.mark.parametrize("budget", ["1MiB", "440KiB"])

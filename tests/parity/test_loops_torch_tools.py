@@ -103,6 +103,7 @@ LR_SCHEDULERS: dict[str, _Make] = {
 }
 
 
+@pytest.mark.somewhere
 @SCHEDULES
 @pytest.mark.parametrize("make", LR_SCHEDULERS.values(), ids=LR_SCHEDULERS.keys())
 def test_lr_schedulers(offload: MakeEngine, schedule: str, make: _Make) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import MakeEngine
-from tests.parity.covering import cover, pairs
+from tests.covering import cover, pairs
 from tests.parity.loops import Loop, Outcome, assert_same, assert_traffic, train_offloaded, train_plain
 from tests.zoo import Net
 

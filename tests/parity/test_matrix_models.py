@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 from tests.conftest import MakeEngine
-from tests.parity.covering import Pair, Place, cover, pairs, places
+from tests.covering import Pair, Place, cover, pairs, places
 from tests.parity.loops import Loop, Outcome, assert_same, smallest_budget, train_offloaded, train_plain
 from tests.parity.test_models_modules import KINDS
 from tests.zoo import Attention, Frozen, Nested, Net, OddNet, build

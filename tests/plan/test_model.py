@@ -64,6 +64,7 @@ def test_operations_are_counted_as_torch_counts_them() -> None:
 _SHAPES = [SHAPE, GptShape(7, 96, 2, 32), GptShape(1, 64, 4, 16), GptShape(2, 256, 8, 48), GptShape(3, 32, 1, 16)]
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("shape", [*_SHAPES, GptShape(2, 16, 16, 8)])
 @pytest.mark.parametrize("threshold_nbytes", [0, 1024, 1 << 14, 1 << 20])
 @pytest.mark.parametrize(("seq", "batch", "itemsize"), [(16, 1, 2), (1, 3, 4), (16, 3, 4)])

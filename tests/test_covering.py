@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tests.parity.covering import fast_places, pairs, places, spread
+from tests.covering import fast_places, pairs, places, spread
 
 THREE = places({"schedule": "sod", "drives": (1, 2, 3), "host": (0.5, 1.0)})
 
