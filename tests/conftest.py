@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             settings = [place.callspec.params for place in places]  # type: ignore[attr-defined]
             for number in set(range(len(places))) - fast_places(settings, somewhere=is_somewhere):
                 places[number].add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What was loaded until now stays: looking for garbage in it takes longer than many tests that have to."""
+    gc.collect()
+    gc.freeze()
 
 
 def _part_of(path: Path) -> str | None:
