@@ -254,6 +254,7 @@ def test_small_groups_come_before_gradients_of_others() -> None:
     assert held != sorted(held)
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunk_nbytes", [None, 200_000])
 def test_page_by_page_nothing_jumps_back(schedule: Schedule, chunk_nbytes: int | None) -> None:

@@ -63,6 +63,7 @@ def _outcome(trainer: transformers.Trainer, parameters: dict[str, torch.Tensor])
     return Outcome(losses, [], parameters)
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("host", [_PLENTY, _SPILLING], ids=["held", "spilled"])
 @pytest.mark.parametrize(
     "arguments",

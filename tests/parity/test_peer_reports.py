@@ -266,6 +266,7 @@ class _Flagged(nn.Module):
         return out
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("between", ["nothing", "evaluation", "generation"])
 @pytest.mark.parametrize("schedule", ["overlapped", "synchronous", "deferred"])
 def test_random_branches_are_read_ahead(offload: MakeEngine, schedule: str, between: str) -> None:

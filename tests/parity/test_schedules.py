@@ -52,6 +52,7 @@ def test_regular(offload: MakeEngine, schedule: str, model: str) -> None:
     assert_parity(Loop(REGULAR[model]), offload, schedule=schedule, traffic_from_step=from_step)
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", IRREGULAR)
 def test_irregular(offload: MakeEngine, schedule: str, model: str) -> None:

@@ -25,6 +25,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS)
 def test_smallest_host_budget(offload: MakeEngine, schedule: str, model: str) -> None:
@@ -38,6 +39,7 @@ def test_smallest_host_budget(offload: MakeEngine, schedule: str, model: str) ->
     assert engine.metrics()["host/peak_bytes"] <= minimum
 
 
+@pytest.mark.somewhere
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("model", MODELS)
 def test_smallest_device_budget(offload: MakeEngine, schedule: str, model: str) -> None:
