@@ -34,7 +34,7 @@ from infinity.optim.group_update import GroupUpdate
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
 from infinity.order import AccessOrder
-from infinity.passage import Passage
+from infinity.passage import TRANSIT_NUMEL, Passage
 from infinity.placement import budget_for_all_gradients
 from infinity.rank_chunked_sink import ChunkedRankGradientSink
 from infinity.rank_gradients import RankGradientSink
@@ -137,7 +137,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     lockstep = Lockstep(plan.collectives, stalls) if plan.collectives is not None else None
     memory = DeviceMemory(plan.device, report)
     blocks = GradientBlocks(memory, stalls)
-    passage = _passage(plan, made, stalls)
+    passage = _passage(plan, made, stalls, made.budgets["passage"], plan.placement.passage_numel)
     claims = Claims(made.copies, read_ahead, made.io, stalls)
     gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, claims, passage, stalls, lockstep)
     memory.ask(blocks.free_first, gatherer.free_ahead)
@@ -191,12 +191,12 @@ def _activations(plan: Blueprint, made: _Resources, stalls: StallClock) -> Activ
     )
 
 
-def _passage(plan: Blueprint, made: _Resources, stalls: StallClock) -> Passage:
+def _passage(plan: Blueprint, made: _Resources, stalls: StallClock, budget: TierBudget, chunk_numel: int) -> Passage:
     return Passage(
         store=made.store,
         pool=made.pool,
-        budget=made.budgets["passage"],
-        chunk_numel=plan.placement.passage_numel,
+        budget=budget,
+        chunk_numel=chunk_numel,
         device=plan.device,
         stalls=stalls,
     )
@@ -279,9 +279,10 @@ def _sink(
     pipeline: UpdatePipeline,
 ) -> GradientSink:
     make: Callable[..., GradientSink] = GradientSink
-    if plan.placement.chunked:
+    if plan.placement.spilled_gradients:
         make = ChunkedGradientSink if lockstep is None else ChunkedRankGradientSink
-        make = partial(make, passage=passage, chunked=plan.placement.chunked)
+        whole_passage = _passage(plan, made, stalls, made.budgets["transit"], TRANSIT_NUMEL)
+        make = partial(make, passage=passage, whole_passage=whole_passage, chunked=plan.placement.chunked)
     elif lockstep is not None:
         make = RankGradientSink
     if lockstep is not None:

@@ -1,4 +1,12 @@
-"""Gradient sinks of an engine with chunked groups, whose gradients host memory never holds whole; see passage.py."""
+"""Gradient sinks of an engine whose gradients pass host memory in chunks.
+
+[Note: passing gradients]
+Those of chunked groups do, which host memory never holds whole (see passage.py), and those that go on to the swap file
+at once. A whole one would wait for room for all of it, until the one before it has been written to its last byte: link
+and drives would work by turns. Chunks follow each other through the same room, and the write of one goes on beside the
+copy of the next. What is added to comes back whole, in one read from all drives; what is to be measured, for a norm or
+for overflows, is measured where it lies whole; and what stays in that room until `step()` is whole as well.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +17,7 @@ import torch
 
 from infinity.chunked_gradients import ChunkedGradients
 from infinity.gradient_sink import GradientSink
-from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart
+from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.passage import Passage
@@ -17,19 +25,24 @@ from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
 
 
 class PassingGradientSink(GradientSink):
-    """What the gradient sinks of one rank and of several have in common where groups are chunked.
+    """What the gradient sinks of one rank and of several have in common where gradients pass in chunks.
 
-    Other parts as in `GradientSink`, to which the gradients of all other groups are left.
+    Other parts as in `GradientSink`, to which all other gradients are left.
 
     Args:
-        passage: the host memory that gradients pass.
+        passage: the host memory that gradients of chunked groups pass.
+        whole_passage: that of the others, over the budget `transit`.
         chunked: indices of the groups.
     """
 
-    def __init__(self, *, passage: Passage, chunked: frozenset[int], **parts: Any) -> None:
+    def __init__(self, *, passage: Passage, whole_passage: Passage, chunked: frozenset[int], **parts: Any) -> None:
         super().__init__(**parts)
         self._chunked = chunked
-        self._chunks = ChunkedGradients(passage, self._spill, self._blocks, self._device, self._stalls)
+        self._chunks, self._chunks_of_whole = (
+            ChunkedGradients(each, self._spill, self._blocks, self._device, self._stalls)
+            for each in (passage, whole_passage)
+        )
+        self._whole_chunk_nbytes = whole_passage.chunk_numel * GRAD_DTYPE.itemsize
 
     def expect(self, group: FlatGroup) -> None:
         if group.index in self._chunked:
@@ -41,6 +54,22 @@ class PassingGradientSink(GradientSink):
     def _open(self, group: FlatGroup) -> GroupGradient:
         if group.index not in self._chunked:
             return super()._open(group)
+        return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
+
+    def _way(self, group: FlatGroup) -> ChunkedGradients | None:
+        """What brings an arriving gradient down in chunks; None where it comes to host memory whole."""
+        if group.index in self._chunked:
+            return self._chunks
+        gradient = self._gradients.get(group.index)
+        is_new = gradient is None or (gradient.block is None and not gradient.is_spilled)
+        leaves = self._spill.is_planned(group) and not self._spill.is_lasting(group)
+        is_measured = self.wants_norms or self.wants_peaks
+        return self._chunks_of_whole if leaves and is_new and not is_measured else None
+
+    def _open_passing(self, group: FlatGroup) -> GroupGradient:
+        """The group's gradient, for which there is memory for a chunk, or will be when a write is over."""
+        if group.index not in self._chunked:
+            self._spill_open(group, min(gradient_nbytes(group), self._whole_chunk_nbytes))
         return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
 
     def is_chunked(self, group: FlatGroup) -> bool:
@@ -60,10 +89,12 @@ class ChunkedGradientSink(PassingGradientSink):
     def _take_down(
         self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
     ) -> None:
-        if group.index not in self._chunked:
+        chunks = self._way(group)
+        is_whole = len(arrived) == len(group.layout.slots)  # a part would be read again for the rest of a chunk
+        if chunks is None or (chunks is self._chunks_of_whole and not is_whole):
             super()._take_down(group, arrived, is_final=is_final)
             return
-        gradient = self._open(group)
+        gradient = self._open_passing(group)
         grads: dict[int, torch.Tensor] = {}
         for number, parameter in arrived:
             if (grad := fresh_grad(parameter)) is not None:
@@ -73,7 +104,7 @@ class ChunkedGradientSink(PassingGradientSink):
         is_measured = self.wants_norms and not self.wants_peaks and is_final and self._is_last_backward and is_exact
         block = self._blocks.take(group)
         try:
-            peaks = self._chunks.add(
+            peaks = chunks.add(
                 gradient, block, grads, self.step, puts_sums_back=is_measured, wants_peaks=self.wants_peaks
             )
             norms = {slot: self._norm(grad).cpu() for slot, grad in grads.items()} if is_measured else {}

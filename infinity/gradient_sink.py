@@ -322,7 +322,7 @@ class GradientSink(MeasuredGradients):
             PlacementError: there will be none before the end of backward.
         """
         group, nbytes, owner = gradient.group, gradient_nbytes(gradient.group), gradient_key(gradient.group)
-        self._spill_open(group)
+        self._spill_open(group, nbytes)
         budget = self._transit if self._spill.is_planned(group) else self._held
         with self._stalls.reporting():
             reservation = budget.request(nbytes, owner)
@@ -358,12 +358,12 @@ class GradientSink(MeasuredGradients):
                 return True
         return False
 
-    def _spill_open(self, group: FlatGroup) -> None:
-        """Where there is no transit memory for a group, gradients that were read back too early give theirs.
+    def _spill_open(self, group: FlatGroup, nbytes: int) -> None:
+        """Where transit has not so much memory for a group, gradients that were read back too early give theirs.
 
         Those that wait for the step do where there will be none either when all writes under way are over.
         """
-        nbytes, is_planned = gradient_nbytes(group), self._spill.is_planned
+        is_planned = self._spill.is_planned
         if not is_planned(group) or self._transit.free_nbytes >= nbytes:
             return
         others = [g for g in self._gradients.values() if g.group is not group and g.block is not None]

@@ -30,6 +30,7 @@ from storage.pool import HostPool
 from storage.types import Priority, Ticket, TrafficTag
 
 DEPTH = 2  # buffers: one is being read or written while another one is copied
+TRANSIT_NUMEL = 1 << 19  # of a chunk of a gradient that goes to the swap file though host memory could hold it whole
 
 
 def release_after(block: HostBlock, transfer: Ticket) -> None:

@@ -1,4 +1,4 @@
-"""The gradient sink of one rank among several that has chunked groups; see passage.py.
+"""The gradient sink of one rank among several whose gradients pass host memory in chunks.
 
 The average of a gradient is on the device when it is complete, this rank's span of it. From there it passes host memory
 in chunks of this rank's own size: other ranks notice nothing of it, and need not chunk the same groups.
@@ -11,6 +11,7 @@ import torch
 from infinity.chunked_sink import PassingGradientSink
 from infinity.devices.base import DeviceBlock, Fence
 from infinity.gradients import GroupGradient, ReadPart
+from infinity.groups import FlatGroup
 from infinity.rank_gradients import RankGradientSink
 from infinity.square_sums import SquareSums
 
@@ -18,13 +19,17 @@ from infinity.square_sums import SquareSums
 class ChunkedRankGradientSink(PassingGradientSink, RankGradientSink):
     """Parts as in both."""
 
+    def _open_arriving(self, group: FlatGroup) -> GroupGradient:
+        return super()._open_arriving(group) if self._way(group) is None else self._open_passing(group)
+
     def _keep(
         self, gradient: GroupGradient, block: DeviceBlock, average: torch.Tensor, offset_nbytes: int
     ) -> list[Fence]:
-        if not self.is_chunked(gradient.group):
+        chunks = self._way(gradient.group)
+        if chunks is None:
             return super()._keep(gradient, block, average, offset_nbytes)
         sums = SquareSums(gradient.group) if self.wants_norms else None
-        self._chunks.add_span(gradient, block, average, self.step, offset_nbytes=offset_nbytes, sums=sums)
+        chunks.add_span(gradient, block, average, self.step, offset_nbytes=offset_nbytes, sums=sums)
         if sums is not None:  # while it is in fast memory; reading it again would cost more
             gradient.norms.update(sums.totals())
         return []

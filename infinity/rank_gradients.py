@@ -57,7 +57,7 @@ class RankGradientSink(GradientSink):
         self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
     ) -> None:
         """Announce a gradient; `join` brings this rank's span of the average to host memory."""
-        gradient = self._open(group)  # what can go wrong goes wrong before others wait for this rank
+        gradient = self._open_arriving(group)  # what can go wrong goes wrong before others wait for this rank
         block = self._blocks.allocate(group.layout.numel * GRAD_DTYPE.itemsize, f"reduction of {group.key}")
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -83,7 +83,7 @@ class RankGradientSink(GradientSink):
             flat: this rank's contribution, fp32 on the device; None when it has none.
             is_complete: nothing more will come of this backward, from any rank.
         """
-        gradient = self._open(group)
+        gradient = self._open_arriving(group)
         if is_complete and self.agrees_early:
             present = self._lockstep.exchange(torch.tensor(gradient.present, dtype=torch.uint8)).amax(0)
             gradient.present[:] = [bool(there) for there in present]
@@ -117,6 +117,10 @@ class RankGradientSink(GradientSink):
         self._watch(gradient, fences)
         self._blocks.free_left()
         self.settle(group)
+
+    def _open_arriving(self, group: FlatGroup) -> GroupGradient:
+        """The gradient of which a part of an average comes."""
+        return self._open(group)
 
     def _keep(
         self, gradient: GroupGradient, block: DeviceBlock, average: torch.Tensor, offset_nbytes: int

@@ -52,7 +52,7 @@ class GradientFlow:
     async def harvest(self, group: FlatGroup) -> None:
         """A backward has made it."""
         machinery = self._machinery
-        if group.index in self._scenario.placement.chunked:
+        if self._passes(group):
             await self._take_down_in_chunks(group)
             return
         gradient = await self._open(group)
@@ -85,6 +85,12 @@ class GradientFlow:
         """A forward begins after another backward: gradients that waited for a step make room."""
         for index in sorted(self._scenario.placement.lasting_gradients & self._gradients.keys()):
             self._spill(self._gradients[index])
+
+    def _passes(self, group: FlatGroup) -> bool:
+        """Whether the gradient goes to the swap file in chunks; see [Note: passing gradients] in chunked_sink.py."""
+        placement, is_new = self._scenario.placement, group.index not in self._gradients
+        leaves = group.index in placement.spilled_gradients - placement.lasting_gradients
+        return group.index in placement.chunked or (leaves and is_new)
 
     async def _take_down_in_chunks(self, group: FlatGroup) -> None:
         gradient = self._gradients.setdefault(group.index, GroupGradient(group, self._machinery.store))

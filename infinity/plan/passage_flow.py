@@ -1,4 +1,4 @@
-"""Chunked groups of a simulated rank: what `infinity.passage` and `infinity.chunked_gradients` do in an engine."""
+"""What passes host memory in chunks, of a simulated rank: `infinity.passage` and `infinity.chunked_gradients`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk, FlatSpan
 from infinity.observe.stalls import StallCause
-from infinity.passage import DEPTH, release_after
+from infinity.passage import DEPTH, TRANSIT_NUMEL, release_after
 from infinity.plan.machinery import Machinery
 from infinity.plan.scenario import Scenario
 from infinity.plan.thread_time import ThreadTime
 from infinity.plan.virtual import Link
+from storage.budget import TierBudget
 from storage.types import Priority, Ticket, TrafficTag
 
 
@@ -32,11 +33,11 @@ class PassageFlow:
         """Bring a shard to the device."""
         size = group.shard_dtype.itemsize
         reading: deque[tuple[HostBlock, Ticket, int]] = deque()
-        for chunk in self._chunks(group, group.param_span):
+        for chunk in self._chunks(group, group.param_span, self._numel):
             if len(reading) == DEPTH:
                 await self._upload_first(group, reading)
             nbytes = chunk.numel * size
-            buffer = await self._take(nbytes)
+            buffer = await self._take(self._machinery.passage, nbytes)
             ticket = self._machinery.store.submit_read(
                 group.key,
                 buffer.memory,
@@ -57,10 +58,12 @@ class PassageFlow:
     async def take_down(self, gradient: GroupGradient, step: int) -> list[Ticket]:
         """Bring a gradient to the swap file; what is there is added to. The writes under way."""
         group, is_there = gradient.group, gradient.is_spilled
+        is_chunked = group.index in self._scenario.placement.chunked
+        room, numel = (self._machinery.passage, self._numel) if is_chunked else (self._machinery.transit, TRANSIT_NUMEL)
         writes = []
-        for chunk in self._chunks(group, group.grad_span):
+        for chunk in self._chunks(group, group.grad_span, numel):
             nbytes = chunk.numel * GRAD_DTYPE.itemsize
-            buffer = await self._take(nbytes)
+            buffer = await self._take(room, nbytes)
             if is_there:
                 read = gradient.submit_read(chunk, buffer.memory, step, Priority.DEMAND)
                 await self._time.wait(read, StallCause.GRADIENT_READ)
@@ -77,11 +80,11 @@ class PassageFlow:
         gradient.is_spilled = True
         return writes
 
-    def _chunks(self, group: FlatGroup, span: FlatSpan) -> Sequence[Chunk]:
-        return spread_over_drives(group.layout.cut(self._numel, span), self._machinery.store.n_drives)
+    def _chunks(self, group: FlatGroup, span: FlatSpan, numel: int) -> Sequence[Chunk]:
+        return spread_over_drives(group.layout.cut(numel, span), self._machinery.store.n_drives)
 
-    async def _take(self, nbytes: int) -> HostBlock:
-        reservation = self._machinery.passage.request(nbytes, "chunk in transit")
+    async def _take(self, room: TierBudget, nbytes: int) -> HostBlock:
+        reservation = room.request(nbytes, "chunk in transit")
         await self._time.wait(reservation, StallCause.NVME_WRITE)
         return HostBlock.take(self._machinery.pool, reservation, "chunk in transit")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ class Nobody(Access):
         raise AssertionError("nothing is used here")
 
 
-def _group(index: int) -> FlatGroup:
-    line = nn.Linear(40, 30)
+def _group(index: int, width: int = 40) -> FlatGroup:
+    line = nn.Linear(width, 30)
     own = [Owned(name, p, [(line, name)]) for name, p in line.named_parameters()]
     group = FlatGroup(index, f"g{index}", own, shard_dtype=torch.float32, compute_dtype=torch.float32)
     group.attach(torch.device("cpu"), Nobody())
@@ -71,7 +72,7 @@ class Bench:
         memory = DeviceMemory(self.device, str)
         blocks = GradientBlocks(memory, self.stalls)
         memory.ask(blocks.free_first, self._free_ahead)
-        self.sink = GradientSink(
+        self.sink = self.make_sink(
             device=self.device,
             pool=self.pool,
             spill=GradientSpill(store, self.stalls, frozenset(range(n_spilled)), self.made_room.append, lasting),
@@ -86,6 +87,9 @@ class Bench:
         )
         self.on_look: Callable[[], None] = lambda: None
         self.start_waiting: Callable[[], bool] = lambda: False
+
+    def make_sink(self, **parts: Any) -> GradientSink:
+        return GradientSink(**parts)
 
     def _start_waiting(self) -> bool:
         return self.start_waiting()
