@@ -123,7 +123,8 @@ class Iteration:
             self._tasks.join()  # what it gathers is released at the end, though no backward may ever come by here
         else:
             self._occupancy.check()
-        self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD)
+        if self._gather(unit, Phase.BACKWARD if recomputing else Phase.FORWARD):
+            self._upload_ahead()
         if not recomputing:
             self._calls.called(unit)
             self._timeline.begins(unit, Phase.FORWARD)
@@ -156,8 +157,10 @@ class Iteration:
         self._runs.begin(run)
         unit = run.unit
         self._ages.refuse_stale(unit.groups, ages)
-        self._gather(unit, Phase.BACKWARD)
+        is_fetched = self._gather(unit, Phase.BACKWARD)
         self._expect_gradients(unit.groups)
+        if is_fetched:  # behind the gradients, for which it would have to give way, and be read once more
+            self._upload_ahead()
         self._timeline.begins(unit, Phase.BACKWARD)
 
     def _end_run(self, unit: Unit) -> None:
@@ -300,7 +303,8 @@ class Iteration:
         if is_final:
             self._updates.complete([group])
 
-    def _gather(self, unit: Unit, phase: Phase) -> None:
+    def _gather(self, unit: Unit, phase: Phase) -> bool:
+        """Whether it was not there already."""
         self._repeats.make_way(unit)
         fetched = False
         for group in unit.groups:
@@ -308,7 +312,7 @@ class Iteration:
                 fetched |= self._gather_group(group, unit.index, phase)
         if fetched:
             self._record(Access(phase, unit.index))
-            self._upload_ahead()
+        return fetched
 
     def _gather_group(self, group: FlatGroup, user: Hashable, phase: Phase) -> bool:
         try:

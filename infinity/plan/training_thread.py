@@ -83,9 +83,6 @@ class TrainingThread:
 
     async def _backward(self, unit: Unit) -> None:
         await self._gather(unit, Phase.BACKWARD)
-        for group in unit.groups:
-            if group.trainable:
-                await self._gradients.expect(group)
         await self._compute(unit, Phase.BACKWARD)
         for group in unit.groups:
             if group.trainable and len(group.units) == 1:
@@ -105,6 +102,10 @@ class TrainingThread:
                 fences.append(await self._gather_group(group, phase))
         machinery.order.record(Access(phase, unit.index))
         machinery.read_ahead.moved(machinery.order.mode, *machinery.order.upcoming())
+        if phase is Phase.BACKWARD:
+            for group in unit.groups:
+                if group.trainable:
+                    await self._gradients.expect(group)
         if self._scenario.speeds.is_async:
             self._upload_ahead()
         for fence in fences:

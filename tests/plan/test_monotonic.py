@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from infinity.config import Schedule
 from infinity.errors import PlacementError
 from infinity.models.gpt import GptShape
+from infinity.plan.bounds import moved_nbytes
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import Drive, Hardware, gpu_named
 from infinity.plan.model import ModelPlan, model_plan
@@ -367,8 +368,62 @@ LAST_GRADIENTS_ADDED_UP = request_of(
     link=5e9,
     dram=20e9,
 )
+# Whole gradients waited for room that the one before held until its last byte was written: link and drives by turns.
+PASSING = request_of(
+    3,
+    1024,
+    Schedule.AUTO,
+    host=2.5851,
+    device=2.511,
+    accumulate=2,
+    read=7e9,
+    write_ratio=0.25,
+    duplex=1.0,
+    link=5e9,
+    dram=20e9,
+    optimizer_s=2e-9,
+)
+PASSING_ONE = request_of(
+    4,
+    1024,
+    Schedule.SYNCHRONOUS,
+    host=2.2428,
+    device=2.587,
+    read=7e9,
+    write_ratio=1.0,
+    duplex=0.0,
+    link=5e9,
+)
+PASSING_DEFERRED = request_of(
+    7,
+    1024,
+    Schedule.DEFERRED,
+    host=1.2325,
+    device=2.656,
+    read=3e9,
+    write_ratio=0.25,
+    duplex=1.0,
+    link=5e9,
+    dram=200e9,
+    has_gpu=False,
+)
+# What was uploaded ahead gave way to the gradient of the unit before it, and was read once more.
+UPLOADED_AHEAD = request_of(
+    8,
+    512,
+    Schedule.DEFERRED,
+    host=1.0508,
+    device=0.635,
+    latency_s=1e-4,
+    duplex=0.0,
+    dram=200e9,
+)
 
 
+@example(request=PASSING, what="host memory", factor=1.38)
+@example(request=PASSING_ONE, what="host memory", factor=1.674)
+@example(request=PASSING_DEFERRED, what="host memory", factor=1.532)
+@example(request=UPLOADED_AHEAD, what="host memory", factor=1.66)
 @example(request=LAST_GRADIENTS, what="host memory", factor=1.747)
 @example(request=LAST_GRADIENTS_SLOW_LINK, what="host memory", factor=1.753)
 @example(request=LAST_GRADIENTS_ADDED_UP, what="host memory", factor=1.801)
@@ -401,3 +456,9 @@ def test_more_of_anything_is_not_slower(request: PlanRequest, what: str, factor:
 )
 def test_more_of_anything_is_not_slower_in_many_cases(request: PlanRequest, what: str, factor: float) -> None:
     check(request, what, factor)
+
+
+def test_what_is_uploaded_ahead_of_a_backward_is_not_read_once_more() -> None:
+    """It takes no memory that the gradient of the unit before it needs."""
+    plan = make_plan(MORE["host memory"](UPLOADED_AHEAD, 1.66))
+    assert plan.simulated.read_nbytes == moved_nbytes(plan.traffic)[0]
