@@ -80,8 +80,8 @@ class HostDivision:
     Attributes:
         window_nbytes, gradients_nbytes, transit_nbytes, pipeline_nbytes, passage_nbytes: of the parts.
         chunk_numel, passage_numel: elements of a chunk of the pipeline, and of one that passes host memory.
-        chunked, spilled, pinned_params, pinned_states, pinned_chunks, updated_in_forward: indices of groups; see
-            `Placement`.
+        chunked, spilled, pinned_params, pinned_states, pinned_chunks, keep_at_turn, keep_at_boundary,
+            updated_in_forward: indices of groups; see `Placement`.
         minimum_nbytes: of this division.
         smallest_nbytes: of the one that needs least.
         whole_nbytes: of the one in which no group passes host memory in chunks.
@@ -100,7 +100,7 @@ class HostDivision:
         self.pinned_states = set(sizes.resident)
         self.pinned_chunks: dict[int, int] = {}
         self._pinned_part_nbytes = 0  # of those chunks
-        self.updated_in_forward: frozenset[int] = frozenset()
+        self.keep_at_turn = self.keep_at_boundary = self.updated_in_forward = frozenset[int]()
         trainable = [g.index for g in sizes.streamed if g.trainable]
         self.chunked = sizes.chunked
         self.passage_numel = MIN_CHUNK_NUMEL
@@ -238,6 +238,7 @@ class HostDivision:
             self.window_nbytes = 0
         if not self.holds_gradients:  # some may have to wait for the end of backward; see GradientSpill
             self.gradients_nbytes = self._grown(self.gradients_nbytes, sum(sizes.held_gradient_nbytes.values()))
+        self.keep_at_turn, self.keep_at_boundary = self._kept(from_end=True), self._kept(from_end=False)
         self.updated_in_forward = self._left_for_forward()
 
     def _hold_small(self) -> None:
@@ -353,7 +354,7 @@ class HostDivision:
 
     def _left_for_forward(self) -> frozenset[int]:
         """Groups whose updates wait for the next forward; see [Note: balance of a step] in balance.py."""
-        state_nbytes, kept = self._sizes.state_nbytes, self.kept(from_end=False)
+        state_nbytes, kept = self._sizes.state_nbytes, self.keep_at_boundary
         held_nbytes = sum(state_nbytes[index] for index in self.pinned_states) + self._pinned_part_nbytes
         return updated_in_forward(
             self._request,
@@ -364,7 +365,7 @@ class HostDivision:
             able=lambda group: group.index not in kept and group.index not in self.pinned_states,
         )
 
-    def kept(self, *, from_end: bool) -> list[int]:
+    def _kept(self, *, from_end: bool) -> frozenset[int]:
         """Groups whose copies are kept across the turn (the last ones) or the step boundary (the first ones)."""
         # Beside what is kept, the window always has room for one unit, so keeping never costs a read.
         room = self.window_nbytes - self._sizes.working_set_nbytes
@@ -378,7 +379,7 @@ class HostDivision:
             if total > room:
                 break
             chosen.append(group.index)
-        return chosen
+        return frozenset(chosen)
 
     def lasting(self) -> frozenset[int]:
         """Groups whose gradients transit holds from the end of a backward to `step()`."""
