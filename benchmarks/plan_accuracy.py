@@ -5,9 +5,9 @@ is, from which everything is fitted (overlapped: what computing loses to the thr
 the training thread, of kernels and hand-overs, rates of the drive); then the schedule, predicted before it starts. So
 a slow minute of the machine or of a drive that others share meets calibrations and runs alike, and the error of a case
 is the median of its rounds. In the same way every schedule runs on one and two throttled drives of two speeds,
-predicted from a calibration just before them and the speeds of the throttle. Real files, real threads. Torch and the
-optimizer compute with one thread each: a training run on a GPU does not compute with the cores that move its bytes
-either. The machine has to be quiet; it takes about a quarter of an hour then.
+predicted from a calibration just before them and the speeds of the throttle, or what the real drive has for each. Real
+files, real threads. Torch and the optimizer compute with one thread each: a training run on a GPU does not compute with
+the cores that move its bytes either. The machine has to be quiet; it takes 25 minutes then.
 
     python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--drives real,throttled]
         [--rounds N] [--throttled-rounds N]
@@ -106,13 +106,21 @@ def measure(case: Case, calibration: Calibration, root: Path, steps: int) -> tup
     throttle, expected = None, calibration
     if case.rates is not None:
         throttle = Throttle(*case.rates)
-        models = [DriveModel(*case.rates, latency_s=0.0, duplex=1.0)] * case.drives
-        expected = with_drives(calibration, models)
+        expected = with_drives(calibration, [_throttled(case, calibration.drives[0])] * case.drives)
     folders = [root / f"drive{number}" for number in range(case.drives)]
     with opened(case.shape, case.schedule, folders, throttle) as engine:
         scenario = scenario_of_run(engine._runtime, expected, micro_batches=1, recompute=False)
         predicted_s = simulate(scenario).step_s
         return predicted_s, median_step_s(run(engine, steps).moments[2:])
+
+
+def _throttled(case: Case, real: DriveModel) -> DriveModel:
+    """One of the drives: as fast as its throttle lets it be, or its part of the real one that is behind all of them."""
+    if case.rates is None:
+        return real
+    shares = (rate / case.drives for rate in real.beside())
+    read, write = (min(pair) for pair in zip(case.rates, shares, strict=True))
+    return DriveModel(read, write, latency_s=0.0, duplex=1.0)
 
 
 def row_of(case: Case, pairs: list[tuple[float, float]]) -> dict[str, Any]:
