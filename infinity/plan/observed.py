@@ -58,12 +58,6 @@ class Calibration:
         """What `infinity train --json` says of it; seconds and bytes/s."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Calibration:
-        """What `to_json` gave."""
-        drives, contention = (DriveModel(**drive) for drive in data["drives"]), Contention(**data["contention"])
-        return cls(**(data | {"drives": tuple(drives), "contention": contention}))
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:

@@ -54,6 +54,7 @@ def fit_transfer_loss(steps: Sequence[Step], events: Sequence[TraceEvent], kerne
         kernel: as `kernel_loss` gives it.
     """
     alone = Contention(kernel)
+    steps = [(first, last) for first, last in steps if first.paused_s == last.paused_s]  # whose CPU time is all theirs
     transfers = [event for step in steps for event in between(events, *step) if event.category in _TRANSFERS]
     beside = list(_beside(steps, events))
     if not beside:

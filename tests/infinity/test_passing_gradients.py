@@ -92,7 +92,6 @@ class PassingBench(Bench):
         )
 
 
-
 def make_bench(store: Store, transit_nbytes: int = NBYTES, lasting: frozenset[int] = frozenset()) -> PassingBench:
     return PassingBench(0, store=store, transit_nbytes=transit_nbytes, n_spilled=3, lasting=lasting)
 

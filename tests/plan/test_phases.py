@@ -117,6 +117,15 @@ def test_no_transfer_takes_more_than_its_cpu_time_nor_less_than_nothing() -> Non
     assert fit_transfer_loss([slept], [], kernel=0.0) == (0.0, 0.0)
 
 
+def test_a_step_with_a_pause_says_nothing_about_what_transfers_take() -> None:
+    """The CPU time of the pause is in the thread's, and would hide what the thread lost."""
+    first, last = Moment(0.0, 0.0), Moment(1.0, 0.0, thread_cpu_s=0.99, loop_cpu_s=0.02, io_cpu_s=0.01)
+    paused = Moment(9.0, 0.0, 7.0, thread_cpu_s=8.9, loop_cpu_s=0.04, io_cpu_s=0.02)
+    events = [moved("read", 0.1, 0.3, 1000), moved("read", 1.1, 1.3, 1000)]
+    assert fit_transfer_loss([(first, last), (last, paused)], events, kernel=0.0) == pytest.approx((0.02 / 3, 1e-5 / 3))
+    assert fit_transfer_loss([(last, paused)], events, kernel=0.0) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(("computing", "updating", "cores", "loss"), [(1, 1, 2, 0.0), (2, 2, 2, 1.0), (1, 1, 16, 0.0)])
 def test_kernels_take_from_computing_what_they_need_of_shared_cores(
     computing: int, updating: int, cores: int, loss: float
