@@ -34,6 +34,7 @@ class Operation:
     check: Check | None = None
     doubt: BaseException | None = None  # why what has been written of it may not last
     started_s: float = 0.0  # when it was handed to the backends, on the performance counter
+    reach: tuple[int, int] = (0, 0)  # the bytes that its order matters for; known once it is in the order of its key
     held_by: int = 0
     holds: list[Operation] = field(default_factory=list)
 
@@ -45,17 +46,6 @@ class Operation:
     def part(self, start: int, stop: int) -> memoryview:
         """The memory of bytes `start` to `stop` of the key."""
         return self.memory[start - self.start : stop - self.start]
-
-    def conflicts(self, other: Operation) -> bool:
-        """Whether their order matters."""
-        if Op.WRITE not in (self.op, other.op):
-            return False
-        start, stop = self._reach()
-        other_start, other_stop = other._reach()
-        return start < other_stop and other_start < stop
-
-    def _reach(self) -> tuple[int, int]:
-        return (self.start, self.stop) if self.check is None else (self.check.reach_start, self.check.reach_stop)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +60,12 @@ class KeyOrder:
 
     def add(self, operation: Operation) -> bool:
         """Note an operation; whether it may start now."""
-        for earlier in self.operations:
-            if earlier.conflicts(operation):
+        check = operation.check
+        start, stop = (operation.start, operation.stop) if check is None else (check.reach_start, check.reach_stop)
+        operation.reach, is_write = (start, stop), operation.op is Op.WRITE
+        for earlier in self.operations:  # hundreds, where a large gradient comes down in chunks
+            earlier_start, earlier_stop = earlier.reach
+            if start < earlier_stop and earlier_start < stop and (is_write or earlier.op is Op.WRITE):
                 earlier.holds.append(operation)
                 operation.held_by += 1
                 earlier.priority = min(earlier.priority, operation.priority)  # who waits for one waits for the other

@@ -50,8 +50,9 @@ class Simulated:
     write_nbytes: int
     traffic: dict[str, int]
     peaks: dict[str, int]
-    spans: list[Span] = field(default_factory=list)
-    transfers: list[Moved] = field(default_factory=list)  # of all steps, as they ended
+    # Not shown: the loop's runner asks its task for its text, and there may be tens of thousands.
+    spans: list[Span] = field(default_factory=list, repr=False)
+    transfers: list[Moved] = field(default_factory=list, repr=False)  # of all steps, as they ended
 
 
 def simulate(
