@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 
 from infinity.config import Precision, Schedule, StateFormat
 from infinity.errors import ConfigError, PlacementError
-from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan, plan_rank
+from infinity.plan.planner import Draft, PlanRequest, StepPlan, Workload, draft_plan, finish_plan, plan_rank
+from infinity.plan.scenario import Scenario
+from infinity.plan.side_by_side import side_by_side
+from infinity.plan.simulate import Simulated, simulate_long
 from infinity.sizes import format_nbytes, option_nbytes, parse_nbytes
 
 _MOST_SWEPT = 64
@@ -27,7 +30,7 @@ class Change:
 
 def what_to_change(request: PlanRequest) -> list[Change]:
     """One more drive, more memory, a larger batch, another schedule, smaller state: each planned by itself."""
-    return [_try(what, changed) for what, changed in _changes(request)]
+    return _planned([_drafted(what, changed) for what, changed in _changes(request)])
 
 
 def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
@@ -89,11 +92,35 @@ def with_workload(
     return replace(request, workload=workload)
 
 
-def _try(what: str, request: PlanRequest) -> Change:
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """A change whose plan has not been simulated."""
+
+    what: str
+    draft: Draft | None
+    problem: str = ""
+
+
+def _drafted(what: str, request: PlanRequest) -> _Drafted:
     try:
-        return Change(what, make_plan(request))
+        return _Drafted(what, draft_plan(request))
     except PlacementError as error:
-        return Change(what, None, str(error).splitlines()[0])
+        return _Drafted(what, None, str(error).splitlines()[0])
+
+
+def _planned(drafted: Sequence[_Drafted]) -> list[Change]:
+    """Changes with their plans, of which as many are simulated at once as there are cores."""
+    scenarios = [each.draft.scenario for each in drafted if each.draft is not None]
+    simulated = iter(side_by_side(_figures, scenarios))
+    return [
+        Change(each.what, None if each.draft is None else finish_plan(each.draft, next(simulated)), each.problem)
+        for each in drafted
+    ]
+
+
+def _figures(scenario: Scenario) -> Simulated:
+    """Without the transfers, at which nobody looks, and which would take long to get from one process to another."""
+    return replace(simulate_long(scenario), transfers=[])
 
 
 def _schedules(workload: Workload, accumulate: int) -> list[Schedule]:
@@ -118,7 +145,7 @@ def search(request: PlanRequest) -> list[Change]:
                 )
                 words = f"--schedule {schedule.value} --{'recompute' if recompute else 'no-recompute'}"
                 found.append(_whole_or_sliced(changed, words))
-    return sorted(found, key=lambda change: change.plan.step_s if change.plan is not None else float("inf"))
+    return sorted(_planned(found), key=lambda change: change.plan.step_s if change.plan is not None else float("inf"))
 
 
 def _divisors(number: int) -> list[int]:
@@ -127,15 +154,15 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _whole_or_sliced(request: PlanRequest, words: str) -> Change:
+def _whole_or_sliced(request: PlanRequest, words: str) -> _Drafted:
     workload = request.workload
     rest = f"--accumulate {workload.accumulate} {words}"
-    whole = _try(f"--batch {workload.batch} {rest}", with_workload(request, micro_batches=1))
-    if whole.plan is not None or not workload.recompute or workload.batch == 1:
+    whole = _drafted(f"--batch {workload.batch} {rest}", with_workload(request, micro_batches=1))
+    if whole.draft is not None or not workload.recompute or workload.batch == 1:
         return whole
     what = f"--batch {workload.batch} --micro-batches {workload.batch} {rest}"
-    sliced = _try(what, with_workload(request, micro_batches=workload.batch))
-    return whole if sliced.plan is None else sliced
+    sliced = _drafted(what, with_workload(request, micro_batches=workload.batch))
+    return whole if sliced.draft is None else sliced
 
 
 def nearest_that_works(request: PlanRequest) -> Change | None:
@@ -144,9 +171,9 @@ def nearest_that_works(request: PlanRequest) -> Change | None:
     Tried in this order: recomputing, smaller batches, more drives, more host memory, more memory on the device as well.
     """
     for what, changed in _nearest(request):
-        change = _try(what, changed)
-        if change.plan is not None:
-            return change
+        drafted = _drafted(what, changed)
+        if drafted.draft is not None:
+            return _planned([drafted])[0]
     return None
 
 
@@ -221,7 +248,8 @@ def sweep(request: PlanRequest, text: str) -> Sweep:
         if len(values) > _MOST_SWEPT:
             raise ConfigError(f"--sweep {text}: more than {_MOST_SWEPT} values; use a smaller range")
     show = format_nbytes if parse is parse_nbytes else str
-    return Sweep(name, [show(value) for value in values], [_try(show(v), change(request, v)) for v in values])
+    points = _planned([_drafted(show(value), change(request, value)) for value in values])
+    return Sweep(name, [show(value) for value in values], points)
 
 
 def _whole(text: str) -> int:

@@ -123,29 +123,50 @@ class StepPlan:
         return max(self.bounds_s.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan that fits, but for its timeline: what takes long has not been simulated."""
+
+    request: PlanRequest
+    rank: RankPlan
+    scenario: Scenario
+    bounds_s: dict[str, float]
+
+
 def make_plan(request: PlanRequest, *, keep_spans: bool = False) -> StepPlan:
     """Plan one step.
 
     Raises:
         PlacementError: it does not fit; the arithmetic and the smallest memory that works. Or a step would take weeks.
     """
+    draft = draft_plan(request)
+    return finish_plan(draft, simulate_long(draft.scenario, keep_spans=keep_spans))
+
+
+def draft_plan(request: PlanRequest) -> Draft:
+    """The first part of `make_plan`, which is the one that raises."""
     rank = plan_rank(request)
     scenario = make_scenario(request, rank)
     bounds = dict(sorted(lower_bounds(scenario).items(), key=lambda item: -item[1]))
     _refuse_endless(bounds)
-    simulated = simulate_long(scenario, keep_spans=keep_spans)
+    return Draft(request, rank, scenario, bounds)
+
+
+def finish_plan(draft: Draft, simulated: Simulated) -> StepPlan:
+    """The last part of `make_plan`, with what the scenario of the first one came to."""
+    request, bounds = draft.request, draft.bounds_s
     step_s = max(simulated.step_s, *bounds.values())
     tokens = request.tokens_per_step
     hardware, model = request.hardware, request.model
     useful = model.step_flops(recompute=False) * request.workload.batch * request.workload.accumulate
     others = max((s for name, s in bounds.items() if name != "compute"), default=0.0)
     compute_s = bounds["compute"]
-    traffic = scenario_traffic(scenario)
+    traffic = scenario_traffic(draft.scenario)
     by_drive = _by_drive(hardware, *moved_nbytes(traffic))
     return StepPlan(
         request=request,
-        rank=rank,
-        scenario=scenario,
+        rank=draft.rank,
+        scenario=draft.scenario,
         simulated=simulated,
         step_s=step_s,
         bounds_s=bounds,
