@@ -13,7 +13,7 @@ from infinity.blueprint import Blueprint
 from infinity.checkpoint.saver import Saver
 from infinity.chunked_sink import ChunkedGradientSink
 from infinity.claims import Claims
-from infinity.config import Precision
+from infinity.config import Precision, Schedule
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import LinkCopy
 from infinity.durable.committer import Committer
@@ -305,6 +305,7 @@ def _sink(
             f"{budget_for_all_gradients(plan.request)} bytes holds all gradients; or use schedule='synchronous'"
         ),
         stalls=stalls,
+        part_numel=placement.chunk_numel if placement.schedule is Schedule.OVERLAPPED else None,
     )
     sink.wants_peaks = plan.config.precision is Precision.FP16
     return sink

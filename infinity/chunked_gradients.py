@@ -15,6 +15,7 @@ import torch
 from infinity.chunk_order import spread_over_drives
 from infinity.devices.base import Device, DeviceBlock
 from infinity.gradient_blocks import GradientBlocks
+from infinity.gradient_parts import first_in_slot, on_both_sides
 from infinity.gradient_spill import GradientSpill
 from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart, gradient_key, largest_magnitude
 from infinity.host_block import HostBlock
@@ -75,10 +76,7 @@ class ChunkedGradients:
             with self._changing(gradient, chunk, step, reads=_is_there(gradient, chunk)) as values:
                 for piece in pieces:
                     place = group.layout.slots[piece.slot]
-                    first = _first_in_slot(gradient, chunk, piece)
-                    part = arrived[piece.slot][first : first + piece.stop - piece.start]
-                    on_host = values[piece.start : piece.stop]
-                    offset_nbytes = (place.offset + first) * group.compute_dtype.itemsize
+                    part, on_host, offset_nbytes = on_both_sides(group, chunk, piece, arrived[piece.slot], values)
                     is_sum = gradient.present[piece.slot]
                     fence = self._device.download(
                         block, part, on_host, place.name, accumulate=is_sum, offset_nbytes=offset_nbytes
@@ -150,7 +148,7 @@ class ChunkedGradients:
         for chunk in self._chunks(gradient, slot):
             with self._changing(gradient, chunk, step, reads=_is_there(gradient, chunk)) as values:
                 for piece in _of_slot(chunk, slot):
-                    read(_first_in_slot(gradient, chunk, piece), values[piece.start : piece.stop])
+                    read(first_in_slot(gradient.group, chunk, piece), values[piece.start : piece.stop])
                     _raise_peak(peaks, slot, values[piece.start : piece.stop])
         return peaks[slot]
 
@@ -180,7 +178,7 @@ class ChunkedGradients:
 
             def upload(chunk: Chunk, values: torch.Tensor) -> None:
                 for piece in _of_slot(chunk, slot):
-                    first = _first_in_slot(gradient, chunk, piece)
+                    first = first_in_slot(gradient.group, chunk, piece)
                     part = whole[first : first + piece.stop - piece.start]
                     fence = self._device.upload(
                         block,
@@ -244,11 +242,6 @@ def _is_there(gradient: GroupGradient, chunk: Chunk) -> bool:
 
 def _of_slot(chunk: Chunk, slot: int) -> Iterator[ChunkPiece]:
     return (piece for piece in chunk.pieces if piece.slot == slot)
-
-
-def _first_in_slot(gradient: GroupGradient, chunk: Chunk, piece: ChunkPiece) -> int:
-    """Which element of its slot a piece begins with."""
-    return chunk.start + piece.start - gradient.group.layout.slots[piece.slot].offset
 
 
 def _raise_peak(peaks: dict[int, torch.Tensor], slot: int, values: torch.Tensor) -> None:

@@ -9,69 +9,39 @@ Used by the training thread only; transfers complete on other threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from infinity.away_gradients import SpilledGradient
 from infinity.devices.base import Device, Fence
-from infinity.errors import PlacementError, UnsupportedModelError
+from infinity.errors import UnsupportedModelError
 from infinity.gradient_blocks import GradientBlocks
-from infinity.gradient_measures import MeasuredGradients
-from infinity.gradient_spill import GradientSpill
+from infinity.gradient_parts import on_both_sides
+from infinity.gradient_room import GradientRoom
 from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
-from infinity.observe.stalls import StallCause, StallClock
+from infinity.layout import Chunk
+from infinity.observe.stalls import StallCause
 from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
-from storage.budget import TierBudget
-from storage.pool import HostPool
 from storage.types import Priority
 
 
-class GradientSink(MeasuredGradients):
+class GradientSink(GradientRoom):
     """Collects the gradients of one optimizer step.
 
     Args:
-        held: budget for gradients that stay in host memory until their update.
-        transit: budget for gradients on their way to and from the swap file.
-        spill: where gradients go that cannot stay in host memory.
-        updates_in_flight: whether an update is running that will give held memory back.
-        updates_awaited: entered while the sink waits for memory that updates give back.
-        start_waiting: starts updates that wait for their groups to be used, and hold memory; False when there are none.
+        room: what `GradientRoom` takes.
         blocks: device memory for gradients.
-        advice: the end of the sentence that tells that there is no host memory for a gradient: why it cannot wait in
-            the swap files, and what to do.
     """
 
-    def __init__(
-        self,
-        *,
-        device: Device,
-        pool: HostPool,
-        spill: GradientSpill,
-        held: TierBudget,
-        transit: TierBudget,
-        updates_in_flight: Callable[[], bool],
-        updates_awaited: Callable[[], AbstractContextManager[None]],
-        start_waiting: Callable[[], bool],
-        blocks: GradientBlocks,
-        advice: Callable[[], str],
-        stalls: StallClock,
-    ) -> None:
-        super().__init__()
+    def __init__(self, *, device: Device, blocks: GradientBlocks, **room: Any) -> None:
+        super().__init__(**room)
         self._device = device
-        self._pool = pool
-        self._spill = spill
-        self._held = held
-        self._transit = transit
-        self._updates_in_flight = updates_in_flight
-        self._updates_awaited = updates_awaited
-        self._start_waiting = start_waiting
         self._blocks = blocks
-        self._advice = advice
-        self._stalls = stalls
         self.step = 0
         self._n_backwards = 0  # since the last step
         self._expected_backwards = 1  # before the next step, as before the last one
@@ -120,6 +90,9 @@ class GradientSink(MeasuredGradients):
         self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
     ) -> None:
         """Move the gradients of some slots to host memory."""
+        if is_final and len(arrived) == len(group.layout.slots) and self._comes_in_parts(group):
+            self._take_down_in_parts(group, arrived)
+            return
         gradient = self._open(group)
         block = self._blocks.take(group)
         fences: list[Fence] = []
@@ -145,6 +118,28 @@ class GradientSink(MeasuredGradients):
             elif self.wants_norms and is_final and self._is_last_backward and fence.done and not gradient.fences:
                 gradient.norms[number] = self._norm(gradient.slot_view(number))  # while it is in fast memory
         self._watch(gradient, fences)
+
+    def _take_down_in_parts(self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]]) -> None:
+        gradient = self._gradients[group.index] = GroupGradient(group, self._spill.store)
+        grads: dict[int, torch.Tensor] = {}
+        for number, parameter in arrived:
+            if (grad := fresh_grad(parameter)) is not None:
+                grads[number] = grad.detach().reshape(-1)
+            set_fresh_grad(parameter, None)
+        block = self._blocks.take(group)
+
+        def copy(chunk: Chunk, values: torch.Tensor) -> Iterator[Fence]:
+            for piece in chunk.pieces:
+                part, on_host, at_nbytes = on_both_sides(group, chunk, piece, grads[piece.slot], values)
+                name = group.layout.slots[piece.slot].name
+                yield self._device.download(block, part, on_host, name, accumulate=False, offset_nbytes=at_nbytes)
+
+        try:
+            self._take_parts(gradient, copy)
+        finally:
+            self._blocks.leave(list(gradient.fences), block)
+        gradient.present[:] = [True] * len(gradient.present)
+        self._watch(gradient, [])
 
     @property
     def _is_last_backward(self) -> bool:
@@ -314,64 +309,6 @@ class GradientSink(MeasuredGradients):
                 self._take_memory(gradient)
         self._stalls.wait(gradient.arrival, StallCause.GRADIENT_READ)
         return gradient
-
-    def _take_memory(self, gradient: GroupGradient) -> None:
-        """Host memory for a whole gradient, waiting until there is room.
-
-        Raises:
-            PlacementError: there will be none before the end of backward.
-        """
-        group, nbytes, owner = gradient.group, gradient_nbytes(gradient.group), gradient_key(gradient.group)
-        self._spill_open(group, nbytes)
-        budget = self._transit if self._spill.is_planned(group) else self._held
-        with self._stalls.reporting():
-            reservation = budget.request(nbytes, owner)
-
-        def check() -> None:
-            # In this order: an update gives its memory back before it counts as finished.
-            is_moving = self._updates_in_flight() or self._spill.is_writing
-            is_stuck = not is_moving and not reservation.done
-            if is_stuck and not self._start_waiting() and not self._spill_held(group):
-                raise PlacementError(
-                    f"no host memory for the gradient of {group.key}: the gradients held now ({budget.holders()}) wait "
-                    "for the end of backward, because their parameters were used outside their modules, or their "
-                    f"modules several times, and {self._advice()}"
-                )
-
-        try:
-            with self._stalls.reporting():
-                check()
-            is_awaited = budget is self._held and not reservation.done
-            with self._updates_awaited() if is_awaited else nullcontext():
-                self._stalls.wait(reservation, StallCause.GRADIENT_SPACE, check)
-        except BaseException:
-            reservation.release()
-            raise
-        gradient.block = HostBlock.take(self._pool, reservation, owner)
-
-    def _spill_held(self, group: FlatGroup) -> bool:
-        """Let a gradient that waits for the end of backward wait in the swap file. False when that is not possible."""
-        for other in list(self._gradients.values()) if self._spill.store is not None else []:
-            is_like = self._spill.is_planned(other.group) == self._spill.is_planned(group)
-            if other.group is not group and other.block is not None and is_like:
-                self._spill_now(other)
-                return True
-        return False
-
-    def _spill_open(self, group: FlatGroup, nbytes: int) -> None:
-        """Where transit has not so much memory for a group, gradients that were read back too early give theirs.
-
-        Those that wait for the step do where there will be none either when all writes under way are over.
-        """
-        is_planned = self._spill.is_planned
-        if not is_planned(group) or self._transit.free_nbytes >= nbytes:
-            return
-        others = [g for g in self._gradients.values() if g.group is not group and g.block is not None]
-        staying = [gradient_nbytes(g.group) for g in others if self._spill.is_lasting(g.group)]
-        is_full = sum(staying) + nbytes > self._transit.limit_nbytes
-        for other in others:
-            if is_planned(other.group) and (is_full or not self._spill.is_lasting(other.group)):
-                self._spill_now(other)
 
     def _read_back(self, gradient: GroupGradient) -> None:
         self._take_memory(gradient)

@@ -54,6 +54,7 @@ class GroupGradient:
         self.is_spilled = False
         self.is_filled = False  # with several ranks: whether the span holds something to add to
         self.block: HostBlock | None = None  # None while it is in the swap file, or nothing has arrived
+        self.parts: dict[int, HostBlock] = {}  # in place of the block, by where a chunk of the optimizer begins
         self.arrival = Ticket.completed(group.key)  # completes when what was spilled is back in memory
         self._store = store
 
@@ -63,6 +64,19 @@ class GroupGradient:
         if self.block is None:
             raise RuntimeError(f"the gradient of {self.group.key} is not in host memory")
         return torch.frombuffer(self.block.memory, dtype=GRAD_DTYPE, count=self.group.grad_span.numel)
+
+    def values(self, chunk: Chunk) -> torch.Tensor:
+        """What the optimizer needs for one of its chunks, in host memory."""
+        part = self.parts.get(chunk.start)
+        if part is None:
+            return self.tensor[self.group.in_grad(chunk)]
+        return torch.frombuffer(part.memory, dtype=GRAD_DTYPE, count=chunk.numel)
+
+    def release_part(self, chunk: Chunk) -> None:
+        """The optimizer has used a chunk; the memory of a gradient that is there in parts goes back. Idempotent."""
+        part = self.parts.pop(chunk.start, None)
+        if part is not None:
+            part.release()
 
     def slot_view(self, slot: int) -> torch.Tensor:
         """The part of one parameter's gradient that lies in the span, flat; all of it with one rank."""
@@ -106,3 +120,5 @@ class GroupGradient:
         if self.block is not None:
             self.block.release()
             self.block = None
+        for start in list(self.parts):
+            self.parts.pop(start).release()

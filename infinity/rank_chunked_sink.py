@@ -19,8 +19,9 @@ from infinity.square_sums import SquareSums
 class ChunkedRankGradientSink(PassingGradientSink, RankGradientSink):
     """Parts as in both."""
 
-    def _open_arriving(self, group: FlatGroup) -> GroupGradient:
-        return super()._open_arriving(group) if self._way(group) is None else self._open_passing(group)
+    def _open_arriving(self, group: FlatGroup, *, in_parts: bool) -> GroupGradient:
+        is_whole = self._way(group) is None
+        return super()._open_arriving(group, in_parts=in_parts) if is_whole else self._open_passing(group)
 
     def _keep(
         self, gradient: GroupGradient, block: DeviceBlock, average: torch.Tensor, offset_nbytes: int

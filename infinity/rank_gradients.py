@@ -10,7 +10,7 @@ Which parameters have a gradient at all is agreed on in front of every clipping 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from infinity.devices.base import DeviceBlock, Fence
 from infinity.gradient_sink import GradientSink
 from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart
 from infinity.groups import FlatGroup
+from infinity.layout import Chunk
 from infinity.lockstep import Lockstep
 from infinity.observe.stalls import StallCause
 from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
@@ -57,7 +58,8 @@ class RankGradientSink(GradientSink):
         self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
     ) -> None:
         """Announce a gradient; `join` brings this rank's span of the average to host memory."""
-        gradient = self._open_arriving(group)  # what can go wrong goes wrong before others wait for this rank
+        # What can go wrong goes wrong before others wait for this rank.
+        gradient = self._open_arriving(group, in_parts=is_final and self._comes_in_parts(group))
         block = self._blocks.allocate(group.layout.numel * GRAD_DTYPE.itemsize, f"reduction of {group.key}")
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -83,7 +85,8 @@ class RankGradientSink(GradientSink):
             flat: this rank's contribution, fp32 on the device; None when it has none.
             is_complete: nothing more will come of this backward, from any rank.
         """
-        gradient = self._open_arriving(group)
+        in_parts = is_complete and self._comes_in_parts(group)
+        gradient = self._open_arriving(group, in_parts=in_parts)
         if is_complete and self.agrees_early:
             present = self._lockstep.exchange(torch.tensor(gradient.present, dtype=torch.uint8)).amax(0)
             gradient.present[:] = [bool(there) for there in present]
@@ -112,14 +115,16 @@ class RankGradientSink(GradientSink):
                 total = whole
             fences += self._keep(gradient, block, total, offset * GRAD_DTYPE.itemsize)
         finally:
-            self._blocks.leave(fences, block)
+            self._blocks.leave([*fences, *gradient.fences], block)
         gradient.is_filled = True
         self._watch(gradient, fences)
         self._blocks.free_left()
         self.settle(group)
 
-    def _open_arriving(self, group: FlatGroup) -> GroupGradient:
-        """The gradient of which a part of an average comes."""
+    def _open_arriving(self, group: FlatGroup, *, in_parts: bool) -> GroupGradient:
+        """The gradient of which a part of an average comes, with memory for it, unless that comes in parts as well."""
+        if in_parts:
+            return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
         return self._open(group)
 
     def _keep(
@@ -130,11 +135,20 @@ class RankGradientSink(GradientSink):
         Args:
             average: 1-D, fp32, on the device, at an offset in the block.
         """
-        is_sum, key = gradient.is_filled, gradient.group.key
+        group, is_sum, key = gradient.group, gradient.is_filled, gradient.group.key
+        if gradient.block is None:
+
+            def copy(chunk: Chunk, values: torch.Tensor) -> Iterator[Fence]:
+                place = group.in_grad(chunk)
+                at_nbytes = offset_nbytes + place.start * GRAD_DTYPE.itemsize
+                yield self._device.download(
+                    block, average[place], values, key, accumulate=False, offset_nbytes=at_nbytes
+                )
+
+            self._take_parts(gradient, copy)
+            return []
         return [
-            self._device.download(
-                block, average, gradient.tensor, key, accumulate=is_sum, offset_nbytes=offset_nbytes
-            )
+            self._device.download(block, average, gradient.tensor, key, accumulate=is_sum, offset_nbytes=offset_nbytes)
         ]
 
     def is_complete(self, group: FlatGroup) -> bool:

@@ -209,6 +209,7 @@ class UpdatePipeline:
             await asyncio.shield(arrival)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
+            update.gradient.release_part(run.record.chunk)
             run.record.is_initialised = True
             written = self._write(update, run.record, buffers)
             remaining.one_done()
@@ -270,7 +271,7 @@ class UpdatePipeline:
         if buffers.has_grad:
             grad = torch.frombuffer(buffers.grad, dtype=torch.float32, count=chunk.numel)
         else:
-            grad = update.gradient.tensor[group.in_grad(chunk)]
+            grad = update.gradient.values(chunk)
         if not record.is_initialised:
             self._kernel.begin(param, state)
         for part in run.parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from infinity.config import Schedule
+from infinity.gradient_parts import parts_of
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
@@ -55,6 +56,9 @@ class GradientFlow:
         if self._passes(group):
             await self._take_down_in_chunks(group)
             return
+        if self._comes_in_parts(group):
+            await self._take_down_in_parts(group)
+            return
         gradient = await self._open(group)
         fence = machinery.completed
         if self._scenario.speeds.is_async:
@@ -91,6 +95,34 @@ class GradientFlow:
         placement, is_new = self._scenario.placement, group.index not in self._gradients
         leaves = group.index in placement.spilled_gradients - placement.lasting_gradients
         return group.index in placement.chunked or (leaves and is_new)
+
+    def _comes_in_parts(self, group: FlatGroup) -> bool:
+        """Whether its memory comes in parts; see [Note: gradients in parts] in gradient_parts.py."""
+        return self._scenario.is_overlapped and group.index not in self._gradients
+
+    async def _take_down_in_parts(self, group: FlatGroup) -> None:
+        machinery, key = self._machinery, gradient_key(group)
+        is_async, bytes_per_s = self._scenario.speeds.is_async, self._scenario.speeds.d2h_bytes_per_s
+        gradient = self._gradients[group.index] = GroupGradient(group, machinery.store)
+        fence = machinery.reduce(group) if is_async else machinery.completed
+        is_awaited = False
+        for chunk, nbytes in parts_of(group, machinery.chunk_numel):
+            reservation = machinery.gradients.request(nbytes, key)
+            if not (reservation.done or is_awaited):
+                is_awaited = True
+                machinery.pipeline.hasten()
+            await self._time.wait(reservation, StallCause.GRADIENT_SPACE)
+            gradient.parts[chunk.start] = HostBlock.take(machinery.pool, reservation, key)
+            if is_async:
+                fence = machinery.d2h.copy(group.key, nbytes, not_before_s=fence.ready_s)
+            else:
+                await self._time.spend(nbytes / bytes_per_s, "download")
+        if is_awaited:
+            machinery.pipeline.relax()
+        gradient.fences.append(fence)
+        self._device.retire(group.index, fence)
+        gradient.present[:] = [True] * len(gradient.present)
+        self._update(group)
 
     async def _take_down_in_chunks(self, group: FlatGroup) -> None:
         gradient = self._gradients.setdefault(group.index, GroupGradient(group, self._machinery.store))

@@ -83,6 +83,7 @@ class Machinery:
         self._scenario = scenario = scenario.coarse()
         placement, speeds = scenario.placement, scenario.speeds
         self.speeds = speeds  # with what coarse chunks stand for
+        self.chunk_numel = placement.chunk_numel  # of the coarse ones
         self.pool = HostPool(_UNLIMITED_NBYTES, map_memory=SparseMemory().map)
         self.window = TierBudget("window", placement.window_nbytes)
         self.gradients = TierBudget("gradients", placement.gradients_nbytes)

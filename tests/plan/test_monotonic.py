@@ -419,7 +419,40 @@ UPLOADED_AHEAD = request_of(
     dram=200e9,
 )
 
+# Each gradient was held whole for the first time, and came down when the whole update of the one before was over.
+ONE_GRADIENT = request_of(
+    5,
+    1024,
+    Schedule.OVERLAPPED,
+    host=1.8542,
+    device=0.963,
+    read=3e9,
+    write_ratio=2.0,
+    duplex=1.0,
+    drives=3,
+    link=5e9,
+    optimizer_s=2e-9,
+)
+ONE_SMALL_GRADIENT = request_of(
+    5,
+    512,
+    Schedule.OVERLAPPED,
+    host=1.9686,
+    device=1.888,
+    read=7e9,
+    write_ratio=2.0,
+    latency_s=1e-4,
+    duplex=1.0,
+    drives=3,
+    efficiency=0.03,
+    link=5e9,
+    dram=20e9,
+    optimizer_s=2e-9,
+)
 
+
+@example(request=ONE_GRADIENT, what="host memory", factor=1.05)
+@example(request=ONE_SMALL_GRADIENT, what="host memory", factor=1.134)
 @example(request=PASSING, what="host memory", factor=1.38)
 @example(request=PASSING_ONE, what="host memory", factor=1.674)
 @example(request=PASSING_DEFERRED, what="host memory", factor=1.532)

@@ -23,6 +23,8 @@ from tests.ranks.spawn import run_ranks, values
 from tests.ranks.training import STEPS, Case, Outcome, assert_as_whole, assert_same_bits, train_whole
 
 _TIGHT = {"host": {"budget": "400KiB"}, "device": {"kind": "cpu", "budget": "1MiB"}}
+# Groups of many chunks, none of which passes in chunks, and room for little more than one gradient.
+_IN_PARTS = {"schedule": "overlapped", "chunk": "64KiB", "host": {"budget": "5MiB"}}
 
 
 def shares_by_case(results: Sequence[list[Outcome]]) -> list[list[Outcome]]:
@@ -37,13 +39,17 @@ def assert_traffic_is_the_closed_form(outcome: Outcome, first: int = 0) -> None:
 def test_two_ranks_give_what_one_gives(tmp_path: Path) -> None:
     """One case of each kind; the others are slow."""
     overlapped = Case(settings=_TIGHT | {"schedule": "overlapped"})
-    cases = [Case(max_norm=1.0, clip_in_optimizer=True, settings=_TIGHT), overlapped]
+    in_parts = Case(vocab=8000, blocks=2, settings=_IN_PARTS)
+    cases = [Case(max_norm=1.0, clip_in_optimizer=True, settings=_TIGHT), overlapped, in_parts]
     found = shares_by_case(values(run_ranks(train_cases, 2, tmp_path, cases)))
     for case, shares in zip(cases, found, strict=True):
         assert_as_whole(train_whole(case), shares)
         for share in shares:
             assert_traffic_is_the_closed_form(share)
-    assert all(share.metrics["updated_early"] > 0 for share in found[1])
+    assert all(share.metrics["updated_early"] > 0 for share in found[1] + found[2])
+    for share in found[2]:
+        assert share.metrics["chunked"] == 0
+        assert share.metrics["host/gradients_peak_bytes"] < 2 * share.metrics["largest"]
 
 
 @pytest.mark.slow
