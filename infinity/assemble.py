@@ -243,6 +243,7 @@ def _request(
         staging_nbytes=initial_nbytes,
         activations_nbytes=config.activations.held_nbytes // local_size,
         stored_activations_nbytes=config.activations.stored_nbytes // local_size,
+        n_drives=len(config.nvme.paths or ()),
         is_durable=config.durability is Durability.STEP,
         local_size=local_size,
     )

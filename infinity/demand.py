@@ -33,6 +33,7 @@ class Request:
     Attributes:
         staging_nbytes: host bytes that giving the parameters their first values takes.
         small_staging_nbytes: the same where large parameters get them in device memory; None where they cannot.
+        n_drives: that swap files lie on.
         is_empty: parameters have no memory, and get first values that no file holds.
     """
 
@@ -51,6 +52,7 @@ class Request:
     small_staging_nbytes: int | None = None
     ranks_nbytes: int = 0  # on the device, for transfers between ranks
     local_size: int = 1  # ranks of this machine; each has its part of the budgets of host memory and swap files
+    n_drives: int = 1
     is_durable: bool = False
     is_empty: bool = False
 

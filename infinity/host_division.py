@@ -38,6 +38,7 @@ from storage.align import align_down
 _TARGET_CHUNK_NBYTES = 16 * MIB
 _TARGET_PASSAGE_NBYTES = 4 * MIB
 _PIPELINE_DEPTH = 3
+_PARTS_FOR_DRIVES = 2  # of such a chunk, where there are several drives
 _SMALL_PART = 8  # small groups take at most one part in so many of what a step needs at least
 _GRADIENTS_AHEAD = 4  # gradients of so many units wait for their updates, so that backward does not wait for these
 
@@ -260,7 +261,10 @@ class HostDivision:
         self.gradients_nbytes = self._grown(self.gradients_nbytes, most_nbytes)
 
     def _deepen_pipeline(self) -> None:
-        """Room for several chunks at a time, then for larger ones.
+        """Room for several chunks at a time, then for larger ones; with several drives for more of them before that.
+
+        A chunk's record mostly lies on one drive. Few chunks at a time may all lie on one, and whether they do changes
+        with their length.
 
         The pipeline takes what it is given byte by byte, never in jumps: more memory must not leave less for the rest.
         So what small groups still need is not spare: they would take it away again at a larger budget.
@@ -275,7 +279,9 @@ class HostDivision:
         self.pipeline_nbytes = min(
             wanted_nbytes, depth_nbytes * self._largest_chunk(), self.pipeline_nbytes + spare_nbytes
         )
-        self.chunk_numel = max(self.chunk_numel, align_down(self.pipeline_nbytes // depth_nbytes, SHARD_ALIGN_NUMEL))
+        parts = _PARTS_FOR_DRIVES if self._request.n_drives > 1 else 1
+        wanted_numel = self.pipeline_nbytes // (parts * depth_nbytes)
+        self.chunk_numel = max(self.chunk_numel, align_down(wanted_numel, SHARD_ALIGN_NUMEL))
 
     def _lengthen_passage(self) -> None:
         """Longer chunks of what passes host memory, at most a quarter of what is spare."""

@@ -218,6 +218,7 @@ def plan_rank(request: PlanRequest) -> RankPlan:
         chunk_nbytes=None,
         staging_nbytes=0,
         local_size=hardware.gpus,
+        n_drives=len(hardware.drives),
     )
     try:
         placement = place_for_any_loop(wanted, reason) if schedule is Schedule.AUTO else make_placement(wanted)

@@ -450,7 +450,38 @@ ONE_SMALL_GRADIENT = request_of(
     optimizer_s=2e-9,
 )
 
+# A little longer chunks, of which three at a time kept three drives less evenly busy.
+THREE_DRIVES = request_of(
+    4,
+    1024,
+    Schedule.OVERLAPPED,
+    host=2.40706,
+    device=1.26,
+    write_ratio=2.0,
+    latency_s=1e-4,
+    duplex=0.0,
+    drives=3,
+    dram=200e9,
+)
+THREE_DRIVES_SLOW_WRITES = request_of(
+    8,
+    1024,
+    Schedule.OVERLAPPED,
+    host=1.21094,
+    device=0.748,
+    read=3e9,
+    write_ratio=0.25,
+    latency_s=1e-4,
+    duplex=0.0,
+    drives=3,
+    efficiency=0.03,
+    link=5e9,
+    dram=20e9,
+)
 
+
+@example(request=THREE_DRIVES, what="host memory", factor=1.089)
+@example(request=THREE_DRIVES_SLOW_WRITES, what="host memory", factor=1.089)
 @example(request=ONE_GRADIENT, what="host memory", factor=1.05)
 @example(request=ONE_SMALL_GRADIENT, what="host memory", factor=1.134)
 @example(request=PASSING, what="host memory", factor=1.38)

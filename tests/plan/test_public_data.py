@@ -43,7 +43,7 @@ def step_s(model: ModelPlan, batch: int, drives: int, efficiency: float, scale: 
 # Fitted to the table: one scale of the drives' rates for all of it (16 and 14 bytes are read and written per parameter
 # there, 14 and 12 here), and one efficiency for each batch. The convention of the published TFLOPS is not known, so the
 # efficiencies carry a common factor and mean nothing by themselves; the shape over the number of drives does.
-SCALE = 0.68
+SCALE = 0.676
 EFFICIENCY = {32: 1.065, 48: 1.22, 64: 1.20}
 
 
