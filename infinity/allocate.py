@@ -19,6 +19,7 @@ from infinity.devices.base import LinkCopy
 from infinity.durable.committer import Committer
 from infinity.ending import end_executor
 from infinity.engine_store import create_gradient, open_store
+from infinity.flat_memory import FlatMemory
 from infinity.gather import Gatherer
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
@@ -139,7 +140,8 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     blocks = GradientBlocks(memory, stalls)
     passage = _passage(plan, made, stalls, made.budgets["passage"], plan.placement.passage_numel)
     claims = Claims(made.copies, read_ahead, made.io, stalls)
-    gatherer = Gatherer(plan.device, memory, plan.groups, made.copies, claims, passage, stalls, lockstep)
+    flat_memory = FlatMemory(plan.device, made.pool)
+    gatherer = Gatherer(plan.device, memory, flat_memory, plan.groups, made.copies, claims, passage, stalls, lockstep)
     memory.ask(blocks.free_first, gatherer.free_ahead)
     sink = _sink(plan, made, blocks, passage, stalls, in_flight, lockstep, pipeline)
     if lockstep is not None and isinstance(sink, RankGradientSink):

@@ -12,6 +12,7 @@ from functools import partial
 
 from infinity.devices.base import Fence
 from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
 from infinity.io_loop import IoLoop
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.order import Phase
@@ -90,6 +91,16 @@ class Claims:
     def release(self, group: FlatGroup) -> None:
         """Give up a claim that no phase of the iteration has made."""
         self.end_after(group, Phase.BACKWARD)
+
+    def renew(self, group: FlatGroup, shared: HostBlock) -> None:
+        """The host copy, which may be about to change, gets other memory than what it shares with the device."""
+        ticket = self._io.submit(self._read_ahead.renew(group.index, shared), f"other memory for {group.key}")
+        self._stalls.wait(ticket, StallCause.OPTIMIZER)
+
+    def forget_edited(self, group: FlatGroup, shared: HostBlock) -> None:
+        """The host copy was changed on the device, with which it shares memory: the swap file has what it was."""
+        ticket = self._io.submit(self._read_ahead.forget_edited(group.index, shared), f"former values of {group.key}")
+        self._stalls.wait(ticket, StallCause.NVME_READ)
 
     def end_all(self) -> None:
         """An iteration was given up, perhaps between a claim and what ends it: nothing is claimed any more.

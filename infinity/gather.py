@@ -20,6 +20,7 @@ from infinity.claims import Claims
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import Device, DeviceBlock, Fence
 from infinity.errors import DeviceOutOfMemoryError
+from infinity.flat_memory import FlatMemory
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
 from infinity.lockstep import Lockstep
@@ -67,6 +68,7 @@ class Gatherer:
         claims: on them.
         passage: brings shards here that host memory does not hold whole.
         memory: of that device.
+        flat_memory: where flat buffers lie in it.
         lockstep: where other ranks hold parts of the shards; None with one rank.
 
     Attributes:
@@ -78,6 +80,7 @@ class Gatherer:
         self,
         device: Device,
         memory: DeviceMemory,
+        flat_memory: FlatMemory,
         groups: Sequence[FlatGroup],
         copies: Sequence[HostCopy],
         claims: Claims,
@@ -89,6 +92,7 @@ class Gatherer:
         self._passage = passage
         self._device = device
         self._memory = memory
+        self._flat_memory = flat_memory
         self._copies = copies
         self._stalls = stalls
         self._gatherings = [_Gathering(group) for group in groups]
@@ -109,6 +113,8 @@ class Gatherer:
         """
         gathering = self._gatherings[group.index]
         if gathering.state is GatherState.GATHERED:
+            if isinstance(user, UserHold):
+                self._part(gathering)
             gathering.users.add(user)
             return False
         group.refuse_replaced()
@@ -160,6 +166,7 @@ class Gatherer:
                 self._free(gathering)
 
     def _keep(self, gathering: _Gathering) -> None:
+        self._part(gathering)
         keeper = UserHold()
         gathering.users.add(keeper)
         self.kept.keep(gathering.group, keeper)
@@ -264,7 +271,22 @@ class Gatherer:
 
     def is_held(self, group: FlatGroup) -> bool:
         """Whether a `UserHold` holds the group: then edits are written back, not lost."""
-        return any(isinstance(user, UserHold) for user in self._gatherings[group.index].users)
+        return _is_held(self._gatherings[group.index])
+
+    def part(self, groups: Iterable[FlatGroup]) -> None:
+        """The host copies of groups are about to change: what is gathered of them shall not."""
+        for group in groups:
+            self._part(self._gatherings[group.index])
+
+    def _part(self, gathering: _Gathering) -> None:
+        """A group and its host copy share memory no more."""
+        shared = self._flat_memory.shared_block(gathering.group)
+        if shared is not None:
+            if self.edited(gathering.group):
+                self.claims.forget_edited(gathering.group, shared)
+            else:
+                self.claims.renew(gathering.group, shared)
+            self._flat_memory.unshare(gathering.group)
 
     def edited(self, group: FlatGroup) -> bool:
         """Whether somebody changed the gathered parameters in place since they were filled."""
@@ -291,7 +313,7 @@ class Gatherer:
         group = gathering.group
         try:
             gathering.block = self._allocate(group.flat_nbytes, group.key)
-            group.allocate_flat()
+            self._flat_memory.give(group, is_held=_is_held(gathering))
             self._fill_in_chunks(gathering, gathering.block)
         except BaseException:
             self._let_go(gathering)
@@ -312,8 +334,10 @@ class Gatherer:
         group = gathering.group
         try:
             gathering.block = self._allocate(group.flat_nbytes, group.key)
-            group.allocate_flat()
-            fence = self._fill(gathering, gathering.block, copy)
+            fence: Fence | None = None
+            if _is_held(gathering) or not self._flat_memory.share(copy):
+                self._flat_memory.give(group, is_held=_is_held(gathering))
+                fence = self._fill(gathering, gathering.block, copy)
             gathering.state = GatherState.UPLOADING
             self.claims.end_after(group, phase, fence)
         except BaseException:  # Ctrl-C too, wherever it comes
@@ -368,6 +392,9 @@ class Gatherer:
         return self.release_unviewed()
 
     def _free(self, gathering: _Gathering) -> None:
+        shared = self._flat_memory.shared_block(gathering.group)
+        if shared is not None and self.edited(gathering.group):
+            self.claims.forget_edited(gathering.group, shared)
         if gathering.fence is not None:
             self._stalls.wait_fence(gathering.fence, gathering.group.key)
             gathering.fence = None
@@ -377,6 +404,7 @@ class Gatherer:
     def _leave(self, gathering: _Gathering) -> None:
         """The engine forgets a group's device memory, which goes when the last tensor or array over it does."""
         gathering.group.show_released()
+        self._flat_memory.leave(gathering.group)
         if gathering.block is not None:
             self._memory.free(gathering.block)
             gathering.block = None
@@ -385,9 +413,13 @@ class Gatherer:
     def _let_go(self, gathering: _Gathering) -> None:
         """Give back what device memory the group has."""
         try:
-            gathering.group.free_flat()
+            self._flat_memory.take_back(gathering.group)
         finally:
             if gathering.block is not None:
                 self._memory.free(gathering.block)
                 gathering.block = None
             gathering.state = GatherState.RELEASED
+
+
+def _is_held(gathering: _Gathering) -> bool:
+    return any(isinstance(user, UserHold) for user in gathering.users)

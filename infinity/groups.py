@@ -6,8 +6,9 @@ parameters are views of `flat` and never change identity (see MECHANICS: the res
 stay valid across release and gather.
 
 [Note: pages of a gather]
-The C library returns the memory of a large buffer to the kernel when it is freed, so that every gather on a CPU meets
-new pages. With pages of 4 KiB the faults of a gather take as long as its copy; huge ones are a five-hundredth as many.
+The C library returns the memory of a large buffer to the kernel when it is freed, so that every gather on a CPU would
+meet new pages. With pages of 4 KiB the faults of a gather take as long as its copy; huge ones are a five-hundredth as
+many. Where torch can exchange the memory of storages, units borrow memory of the host pool instead (`flat_memory.py`).
 
 Owned by the training thread. Other threads read only what never changes (`layout`, `key`, sizes, dtypes).
 """
@@ -36,6 +37,7 @@ from infinity.released import (
     move_hooks,
     ref_of,
 )
+from infinity.torch_compat import swap_memory
 from infinity.units import Owned, Owners, Parameters
 from storage.huge_pages import advise_huge_pages
 
@@ -98,6 +100,7 @@ class FlatGroup:
         self.flat_nbytes = self.layout.numel * compute_dtype.itemsize
         self.units: set[int] = set()  # every unit that gathers this group: more than one when parameters are tied
         self.flat = torch.empty(0)
+        self._borrowed: torch.UntypedStorage | None = None  # has the flat buffer's empty memory meanwhile
         self.parameters: tuple[OffloadedParameter, ...] = ()
         self.stand_ins: tuple[ReleasedParameter, ...] = ()
         self.unfrozen: set[int] = set()  # slots of a frozen group that shall train from the next adoption on
@@ -157,7 +160,7 @@ class FlatGroup:
     def continue_from(self, before: FlatGroup) -> None:
         """Take over the tensors of a group of another engine run that has the same slots for the same parameters."""
         access = self.parameters[0].ref.access
-        self.flat, self._taken = before.flat, before._taken
+        self.flat, self._taken, self._borrowed = before.flat, before._taken, before._borrowed
         self.parameters, self.stand_ins = before.parameters, before.stand_ins
         for slot, pair in enumerate(zip(self.parameters, self.stand_ins, strict=True)):
             for parameter in pair:
@@ -252,6 +255,12 @@ class FlatGroup:
         if self.flat.device.type == "cpu":  # see [Note: pages of a gather]
             advise_huge_pages(storage.data_ptr(), self.flat_nbytes)
 
+    def borrow_flat(self, memory: memoryview) -> None:
+        """Let the flat buffer show `flat_nbytes` bytes of memory of somebody else's, until `free_flat`."""
+        with torch.inference_mode(False):
+            self._borrowed = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        swap_memory(self.flat.untyped_storage(), self._borrowed)
+
     def free_flat(self) -> None:
         """Give the memory of the flat buffer back. Nobody may read the parameters until the next fill.
 
@@ -263,13 +272,21 @@ class FlatGroup:
                 f"a parameter of {self.key} was turned into a numpy array or shared, so its memory cannot be given "
                 "back. Copy it first: parameter.detach().clone().numpy(). Close this engine and start again"
             )
-        self.flat.untyped_storage().resize_(0)
+        storage = self.flat.untyped_storage()
+        if self._borrowed is None:
+            storage.resize_(0)
+        elif storage.nbytes():
+            swap_memory(storage, self._borrowed)
+        self._borrowed = None
         self._taken.clear()
 
     @property
     def is_resizable(self) -> bool:
-        """Whether the memory of the flat buffer can be given back: not once somebody made a numpy array of it."""
-        return self.flat.untyped_storage().resizable()
+        """Whether the memory of the flat buffer can be given back: not once somebody made a numpy array of it.
+
+        Borrowed memory can, once nobody holds a tensor over it, which an array does.
+        """
+        return self._borrowed is not None or self.flat.untyped_storage().resizable()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.key}, {self.layout.payload_numel} parameters, {self.shard_dtype})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from storage.budget import Reservation
-from storage.pool import HostPool, Lease
+from storage.pool import HostPool, Lease, Loan
 
 
 class HostBlock:
@@ -38,6 +38,18 @@ class HostBlock:
     @property
     def memory(self) -> memoryview:
         return self.lease.memory
+
+    def lend(self) -> Loan:
+        """A loan of the memory, for a device that computes where it lies."""
+        return self.lease.lend()
+
+    def renew(self, pool: HostPool) -> None:
+        """Other memory with the same bytes: what was lent of the memory stays with whom it was lent to."""
+        before, nbytes, owner = self.lease, self.lease.nbytes, self.lease.owner
+        with before.lend() as loan:
+            before.release()  # first: the pool need not have room for both
+            self.lease = pool.lease(nbytes, owner)
+            self.lease.memory[:] = loan.memory
 
     def release(self) -> None:
         """Give both back. Idempotent. Views of the memory must not be used afterwards."""

@@ -166,19 +166,22 @@ class Iteration:
     def _end_run(self, unit: Unit) -> None:
         self._timeline.ends(unit, Phase.BACKWARD)
         is_over = self._calls.end_backward_of(unit)
+        if is_over:
+            self._refuse_edited_with_gradient([group for group in unit.trainable() if self._has_one_user(group)])
+        self._repeats.run_over(unit)  # before the updates, which may change the memory that it computes with
         for group in unit.trainable():
             self._harvest(group, is_final=is_over and self._has_one_user(group))
-        self._repeats.run_over(unit)
 
     def end_backward(self) -> None:
         """The last open graph task ends: harvest and release everything that is left."""
         runtime = self._runtime
         waiting = runtime.sink.pending()
         others = [g for g in runtime.groups if g.trainable and g not in waiting]
-        for group in (*waiting, *others):  # first those that hold memory, which their updates give back
-            self._harvest(group, is_final=True)
+        self._refuse_edited_with_gradient([*waiting, *others])
         self._repeats.forget()
         runtime.gatherer.release_all()
+        for group in (*waiting, *others):  # first those that hold memory, which their updates give back
+            self._harvest(group, is_final=True)
         runtime.sink.end_backward()
         self._calls.end_backward()
         if runtime.lockstep is not None:
@@ -368,6 +371,12 @@ class Iteration:
                     f"the forward of {unit.name!r} changes its parameters in place, and the change would be lost. "
                     "Change them between forwards, inside `with infinity.gathered(module):`"
                 )
+
+    def _refuse_edited_with_gradient(self, groups: Sequence[FlatGroup]) -> None:
+        """What the updates of groups would refuse, which are about to be released."""
+        pending = self._runtime.sink.pending()
+        fresh = [g for g in groups if g in pending or any(fresh_grad(p) is not None for p in g.parameters)]
+        self._updates.refuse_edited(fresh)
 
     def _release(self, unit: Unit) -> None:
         for group in unit.groups:

@@ -33,6 +33,7 @@ from typing import Protocol
 
 from infinity.course import Course
 from infinity.devices.base import Fence
+from infinity.host_block import HostBlock
 from infinity.link import LinkPatience
 from infinity.order import Access, Mode, Phase
 from infinity.residency import CopyState, HostCopy
@@ -208,11 +209,25 @@ class ReadAhead:
         """
         self._course.leave()
         for copy in self._copies:
-            while not copy.pinned and copy.state is not CopyState.ABSENT:
-                is_moving = copy.state in (CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
-                if is_moving or not copy.drop():
-                    await self._window.wait_change()
-                copy.awaits_update = False
+            if not copy.pinned:
+                await self._drop(copy)
+
+    async def renew(self, index: int, shared: HostBlock) -> None:
+        """Give a copy other memory than `shared`, which a device that computes in host memory goes on to use."""
+        self._window.renew(self._copies[index], shared)
+
+    async def forget_edited(self, index: int, shared: HostBlock) -> None:
+        """Drop a copy whose bytes were changed on the device, with which it shared them."""
+        copy = self._copies[index]
+        if copy.block is shared:
+            await self._drop(copy)
+
+    async def _drop(self, copy: HostCopy) -> None:
+        while copy.state is not CopyState.ABSENT:
+            is_moving = copy.state in (CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
+            if is_moving or not copy.drop():
+                await self._window.wait_change()
+            copy.awaits_update = False
 
     def read_kept(self, step: int) -> None:
         """Read what is kept from one step to the next (a message), as traffic of `step`, after `forget`."""

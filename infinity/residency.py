@@ -173,6 +173,14 @@ class HostCopy:
         self._free()
 
     @property
+    def is_shareable(self) -> bool:
+        """Whether a device that computes in host memory may work on these bytes as they are; see flat_memory.py."""
+        group = self.group
+        is_clean = self.state in (CopyState.READING, CopyState.CLEAN)  # landed, but the loop has not told so yet
+        is_same = group.sharding.size == 1 and group.shard_dtype is group.compute_dtype and group.flat_nbytes > 0
+        return is_clean and is_same and not self.pinned
+
+    @property
     def memory(self) -> memoryview:
         """The shard's bytes in host memory."""
         if self.block is None:

@@ -236,6 +236,16 @@ def storage_id(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if has_storage(tensor) else None
 
 
+def can_swap_memory() -> bool:
+    """Whether two storages can exchange their memory, so that all tensors over one show that of the other."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_memory(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Two storages of the same size, or one of them empty, exchange their memory, sizes, and whether they resize."""
+    storage._swap_data_ptr_(other)  # type: ignore[attr-defined]
+
+
 def forbid_memory(tensor: Tensor) -> None:
     """Let what asks, past its class, for the memory of a tensor that has none raise RuntimeError, not read it."""
     torch._C._set_throw_on_mutable_data_ptr(tensor)

@@ -397,6 +397,7 @@ class Updates:
         self.refuse_edited(groups)
         runtime.before_overwrite()
         runtime.gatherer.drop_ahead(groups)
+        runtime.gatherer.part(groups)
         return [self._hypers_of(optimizer, group) for group in groups]
 
     def _make_updates(

@@ -77,6 +77,16 @@ class Window:
             copy.fail()  # whoever needs the shard reads it again, and is told if that fails too
             copy.free_failed()
 
+    def renew(self, copy: HostCopy, shared: HostBlock) -> None:
+        """Give a copy memory of its own, if it still has what it shares with the device."""
+        if copy.block is not shared:
+            return
+        try:
+            shared.renew(self._pool)
+        except BaseException:
+            copy.drop()  # it can be read again
+            raise
+
     async def make_room(self, wanted: HostCopy, distance: Mapping[int, int]) -> None:
         """Evict the clean copy that is needed last, or wait until something in flight has settled.
 

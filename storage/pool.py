@@ -3,6 +3,12 @@
 Each lease is an anonymous memory map of its own size rounded up to a page, never to a power of two. A block that is
 given back is kept for the next lease of the same size, already faulted in (and pinned, where there is a device to pin
 it for); blocks of other sizes are unmapped when the capacity would be exceeded, so memory cannot fragment.
+
+[Note: loans]
+A CPU computes where the shards are, so its flat buffers may lie in blocks of the pool: in those that hold a shard, which
+saves the copy, or in one of their own, which saves the page faults of fresh memory. A *loan* keeps a block from being
+used for something else, also after its lease has ended. What is only lent counts as memory of the device, which has a
+budget of its own, and not against the capacity; nor do as many bytes of kept blocks as were ever lent at once.
 """
 
 from __future__ import annotations
@@ -46,11 +52,13 @@ def map_private(nbytes: int, *, huge_pages: bool) -> memoryview:
 class _Block:
     """One memory map."""
 
-    __slots__ = ("address", "memory", "nbytes", "unregister")
+    __slots__ = ("address", "is_leased", "memory", "n_loans", "nbytes", "unregister")
 
     def __init__(self, nbytes: int, memory: memoryview, register: Register | None) -> None:
         self.nbytes = nbytes
         self.memory = memory
+        self.is_leased = True
+        self.n_loans = 0
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.unregister = register(self.address, nbytes) if register is not None else None
 
@@ -84,12 +92,48 @@ class Lease:
         """A numpy view of the memory."""
         return np.frombuffer(self.memory, dtype=dtype, offset=offset_nbytes, count=-1 if count is None else count)
 
+    def lend(self) -> Loan:
+        """A loan of the memory.
+
+        Raises:
+            ClosedError: the block has been given back.
+        """
+        if self._block is None:
+            raise ClosedError(f"the memory of {self.owner} has been given back and cannot be lent")
+        return self._pool._lend(self._block, self.nbytes)
+
     def release(self) -> None:
-        """Give the block back. Idempotent. Views of the memory must not be used afterwards."""
+        """Give the block back. Idempotent. Views of the memory must not be used afterwards, but for those of a loan."""
         block, self._block = self._block, None
         if block is not None:
             self.memory = memoryview(b"")
             self._pool._take_back(block, self.owner)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Loan:
+    """Memory that stays what it is until the loan is given back, whatever becomes of the lease; see [Note: loans]."""
+
+    __slots__ = ("_block", "_pool", "memory")
+
+    def __init__(self, pool: HostPool, block: _Block, nbytes: int) -> None:
+        self._pool = pool
+        self._block: _Block | None = block
+        self.memory = block.memory[:nbytes]
+
+    def release(self) -> None:
+        """Give it back. Idempotent. Views of the memory must not be used afterwards."""
+        block, self._block = self._block, None
+        if block is not None:
+            self.memory = memoryview(b"")
+            self._pool._end_loan(block)
 
     def __enter__(self) -> Self:
         return self
@@ -108,6 +152,11 @@ class HostPool:
         register: pins a block, given address and size, and returns what unpins it (cudaHostRegister).
         huge_pages: advise the kernel to back large blocks with huge pages.
         map_memory: where a block of so many bytes comes from instead; simulations have no use for real memory.
+
+    Attributes:
+        leased_nbytes, cached_nbytes: in somebody's hands, and kept for the next lease.
+        lent_nbytes: of blocks that are only lent, and the most there were at once.
+        peak_nbytes: most bytes that counted against the capacity.
     """
 
     def __init__(
@@ -121,6 +170,8 @@ class HostPool:
         self.capacity_nbytes = capacity_nbytes
         self.leased_nbytes = 0
         self.cached_nbytes = 0
+        self.lent_nbytes = 0
+        self.most_lent_nbytes = 0
         self.peak_nbytes = 0
         self._register = register
         self._map_memory = map_memory or partial(map_private, huge_pages=huge_pages)
@@ -155,15 +206,37 @@ class HostPool:
                     f"are leased, by: {held or 'nobody'}"
                 )
             cached = self._take_cached(size)
-            # What has to go to make room, so that cached and leased bytes together stay below the capacity.
-            victims = [] if cached else self._evict(self._total_nbytes + size - self.capacity_nbytes)
+            if cached is not None:
+                cached.is_leased = True
             self.leased_nbytes += size
             self._holders[owner] += size
-            self.peak_nbytes = max(self.peak_nbytes, self._total_nbytes)
+            victims = self._make_room()
         # Mapping and pinning take long for large blocks: outside the lock.
         for victim in victims:
             victim.unmap()
-        return Lease(self, cached or self._map(size, owner), nbytes, owner)
+        return Lease(self, cached or self._map(size, owner, partial(self._discharge, size, owner)), nbytes, owner)
+
+    def lend(self, nbytes: int, owner: str) -> Loan:
+        """A page-aligned block that is lent and nothing else, with undefined content; see [Note: loans].
+
+        Raises:
+            PoolExhaustedError: the system has no memory.
+            ClosedError: the pool is closed.
+        """
+        size = align_up(max(nbytes, 1), PAGE_NBYTES)
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the host memory pool is closed")
+            block = self._take_cached(size)
+            self._count_lent(size)
+            victims = self._make_room()
+        for victim in victims:
+            victim.unmap()
+        if block is None:
+            block = self._map(size, owner, partial(self._uncount_lent, size))
+            block.is_leased = False
+        block.n_loans += 1  # nobody else knows the block yet
+        return Loan(self, block, nbytes)
 
     def trim(self) -> None:
         """Unmap every cached block."""
@@ -188,8 +261,23 @@ class HostPool:
             raise ClosedError(f"the host memory pool was closed while leases were out: {held}")
 
     @property
-    def _total_nbytes(self) -> int:
-        return self.leased_nbytes + self.cached_nbytes
+    def _counted_nbytes(self) -> int:
+        """Bytes that count against the capacity."""
+        return self.leased_nbytes + self.cached_nbytes + self.lent_nbytes - self.most_lent_nbytes
+
+    def _make_room(self) -> list[_Block]:
+        """Kept blocks that have to go so that what counts, with a block that was just charged, fits the capacity."""
+        victims = self._evict(self._counted_nbytes - self.capacity_nbytes)
+        self.peak_nbytes = max(self.peak_nbytes, self._counted_nbytes)
+        return victims
+
+    def _count_lent(self, size: int) -> None:
+        self.lent_nbytes += size
+        self.most_lent_nbytes = max(self.most_lent_nbytes, self.lent_nbytes)
+
+    def _uncount_lent(self, size: int) -> None:
+        with self._lock:
+            self.lent_nbytes -= size
 
     def _take_cached(self, size: int) -> _Block | None:
         blocks = self._free.pop(size, None)
@@ -214,18 +302,18 @@ class HostPool:
                 del self._free[size]
         return victims
 
-    def _map(self, size: int, owner: str) -> _Block:
-        """A new block for bytes already charged."""
+    def _map(self, size: int, owner: str, discharge: Callable[[], None]) -> _Block:
+        """A new block for bytes already charged, which `discharge` undoes."""
         try:
             return _Block(size, self._map_memory(size), self._register)
         except (OSError, MemoryError) as error:
-            self._discharge(size, owner)
+            discharge()
             raise PoolExhaustedError(
                 f"{owner} needs {size} bytes of host memory, which the system refuses: {error}. "
                 f"{self.leased_nbytes} bytes are leased. Lower the host budget"
             ) from error
         except BaseException:
-            self._discharge(size, owner)
+            discharge()
             raise
 
     def _discharge(self, size: int, owner: str) -> None:
@@ -239,11 +327,36 @@ class HostPool:
             del self._holders[owner]
 
     def _take_back(self, block: _Block, owner: str) -> None:
+        """A lease has ended."""
         with self._lock:
             self._discharge_locked(block.nbytes, owner)
-            is_kept = not self._is_closed
-            if is_kept:
-                self._free.setdefault(block.nbytes, []).append(block)
-                self.cached_nbytes += block.nbytes
+            block.is_leased = False
+            if block.n_loans:
+                self._count_lent(block.nbytes)
+                return
+            is_kept = self._keep(block)
         if not is_kept:
             block.unmap()
+
+    def _lend(self, block: _Block, nbytes: int) -> Loan:
+        with self._lock:
+            block.n_loans += 1
+        return Loan(self, block, nbytes)
+
+    def _end_loan(self, block: _Block) -> None:
+        with self._lock:
+            block.n_loans -= 1
+            if block.is_leased or block.n_loans:
+                return
+            self.lent_nbytes -= block.nbytes
+            is_kept = self._keep(block)
+        if not is_kept:
+            block.unmap()
+
+    def _keep(self, block: _Block) -> bool:
+        """Keep a block that nobody uses for the next who needs one of its size. False where the pool is closed."""
+        if self._is_closed:
+            return False
+        self._free.setdefault(block.nbytes, []).append(block)
+        self.cached_nbytes += block.nbytes
+        return True

@@ -220,6 +220,12 @@ class Device(ABC):
         self._traffic.add(copy.direction, label, copy.nbytes)
         return self._upload(copy)
 
+    def note_shared(self, source: torch.Tensor, label: str) -> None:
+        """Count an upload for which nothing had to be copied: the device computes where the source lies."""
+        self._traffic.add(LinkDirection.H2D, label, source.nbytes)
+        now_s = time.perf_counter()
+        self._traffic.over(LinkDirection.H2D, label, source.nbytes, now_s, now_s)
+
     @abstractmethod
     def make_ready(self, fence: Fence) -> None:
         """Order compute queued from now on after the copy; on CUDA the host does not wait."""
@@ -251,6 +257,11 @@ class Device(ABC):
         copy = Copy(LinkDirection.D2H, block, source.detach(), target, label, offset_nbytes)
         self._traffic.add(copy.direction, label, copy.nbytes)
         return self._add_to_host(copy) if accumulate else self._download(copy)
+
+    @property
+    def computes_in_host_memory(self) -> bool:
+        """Whether kernels may work on the memory of the host pool as it is."""
+        return False
 
     def host_register(self) -> Register | None:
         """How to pin host memory for this device; None where that gains nothing."""

@@ -9,6 +9,7 @@ import torch
 
 from infinity.config import DeviceKind, Precision
 from infinity.devices.base import CompletedFence, Copy, Device, Fence
+from infinity.torch_compat import can_swap_memory
 
 _FAST_BF16 = ("avx512_bf16", "amx_bf16", "bf16")  # x86 and, last, Arm; the same names in torch and in /proc/cpuinfo
 
@@ -23,6 +24,10 @@ class CpuDevice(Device):
     @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+    @property
+    def computes_in_host_memory(self) -> bool:
+        return can_swap_memory()
 
     def compute_dtype(self, precision: Precision) -> torch.dtype:
         return torch.bfloat16 if precision is Precision.BF16 and has_fast_bf16() else torch.float32

@@ -1,0 +1,83 @@
+"""Where the flat buffers of gathered groups lie.
+
+On an accelerator they are allocated and freed by torch. A CPU computes where the shards are: there a unit's flat buffer
+borrows memory of the host pool. If the shard has the dtype of the flat buffer, whole and clean in host memory, the flat
+buffer *shares* the memory of the host copy, and nothing is copied; else it gets a block that an earlier gather has left
+behind, whose pages are there already. Budgets count both as they count a copy: the host copy against the window until
+it is dropped, the flat buffer against the device.
+
+[Note: sharing]
+What shares memory sees it change. So a host copy that is about to change, by its update, while its group is still
+gathered, gets memory of its own first (`HostBlock.renew`); a unit's run gives its groups back before their update is
+submitted, so that this is rare. The other way round, parameters that somebody has changed in place on the device must
+not become the shard unseen: a host copy that shared memory with an edited group is dropped, and read again from the swap
+file, which has the values of before. Copies that only host memory holds are not shared, nor those still being written.
+"""
+
+from __future__ import annotations
+
+from infinity.devices.base import Device
+from infinity.groups import FlatGroup
+from infinity.host_block import HostBlock
+from infinity.residency import HostCopy
+from storage.pool import HostPool, Loan
+
+
+class FlatMemory:
+    """Gives flat buffers their memory and takes it away. Used by the training thread.
+
+    Args:
+        device: where they are; their bytes have been reserved there.
+        pool: what is borrowed from, where the device computes in host memory.
+    """
+
+    def __init__(self, device: Device, pool: HostPool) -> None:
+        self._device = device
+        self._pool = pool if device.computes_in_host_memory else None
+        self._loans: dict[int, Loan] = {}  # by group
+        self._shared: dict[int, HostBlock] = {}  # by group, the memory of the host copy at the gather
+
+    def share(self, copy: HostCopy) -> bool:
+        """Let a flat buffer show the memory of its claimed host copy. False where it has to be copied."""
+        group, block = copy.group, copy.block
+        if self._pool is None or block is None or not copy.is_shareable:
+            return False
+        self._device.note_shared(copy.tensor, group.key)
+        self._shared[group.index] = block
+        self._borrow(group, block.lend())
+        return True
+
+    def give(self, group: FlatGroup, *, is_held: bool) -> None:
+        """Memory with undefined content. What a user holds is memory of torch, which numpy arrays may nail down."""
+        if self._pool is None or is_held or not group.flat_nbytes:
+            group.allocate_flat()
+        else:
+            self._borrow(group, self._pool.lend(group.flat_nbytes, f"flat buffer of {group.key}"))
+
+    def shared_block(self, group: FlatGroup) -> HostBlock | None:
+        """The memory that a group and its host copy share, or shared when it was gathered."""
+        return self._shared.get(group.index)
+
+    def unshare(self, group: FlatGroup) -> None:
+        """The host copy has other memory now, or none."""
+        self._shared.pop(group.index, None)
+
+    def take_back(self, group: FlatGroup) -> None:
+        """The flat buffer gives up its memory. Idempotent.
+
+        Raises:
+            UnsupportedModelError: somebody made a numpy array of a parameter, which nails its memory down for good.
+        """
+        group.free_flat()
+        self.unshare(group)
+        if (loan := self._loans.pop(group.index, None)) is not None:
+            loan.release()
+
+    def leave(self, group: FlatGroup) -> None:
+        """Tensors outside show the memory, which goes when the last of them does: it comes back to nobody."""
+        self.unshare(group)
+        self._loans.pop(group.index, None)
+
+    def _borrow(self, group: FlatGroup, loan: Loan) -> None:
+        self._loans[group.index] = loan
+        group.borrow_flat(loan.memory)
