@@ -140,7 +140,7 @@ def _connect(plan: Blueprint, made: _Resources) -> Runtime:
     blocks = GradientBlocks(memory, stalls)
     passage = _passage(plan, made, stalls, made.budgets["passage"], plan.placement.passage_numel)
     claims = Claims(made.copies, read_ahead, made.io, stalls)
-    flat_memory = FlatMemory(plan.device, made.pool)
+    flat_memory = FlatMemory(plan.device, made.pool, claims)
     gatherer = Gatherer(plan.device, memory, flat_memory, plan.groups, made.copies, claims, passage, stalls, lockstep)
     memory.ask(blocks.free_first, gatherer.free_ahead)
     sink = _sink(plan, made, blocks, passage, stalls, in_flight, lockstep, pipeline)

@@ -10,12 +10,13 @@ it is dropped, the flat buffer against the device.
 What shares memory sees it change. So a host copy that is about to change, by its update, while its group is still
 gathered, gets memory of its own first (`HostBlock.renew`); a unit's run gives its groups back before their update is
 submitted, so that this is rare. The other way round, parameters that somebody has changed in place on the device must
-not become the shard unseen: a host copy that shared memory with an edited group is dropped, and read again from the swap
-file, which has the values of before. Copies that only host memory holds are not shared, nor those still being written.
+not become the shard unseen: a host copy that shared memory with an edited group is dropped, and read again from the
+swap file, which has the values of before. What only host memory holds is not shared, nor what is still being written.
 """
 
 from __future__ import annotations
 
+from infinity.claims import Claims
 from infinity.devices.base import Device
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
@@ -29,10 +30,12 @@ class FlatMemory:
     Args:
         device: where they are; their bytes have been reserved there.
         pool: what is borrowed from, where the device computes in host memory.
+        claims: on the host copies.
     """
 
-    def __init__(self, device: Device, pool: HostPool) -> None:
+    def __init__(self, device: Device, pool: HostPool, claims: Claims) -> None:
         self._device = device
+        self._claims = claims
         self._pool = pool if device.computes_in_host_memory else None
         self._loans: dict[int, Loan] = {}  # by group
         self._shared: dict[int, HostBlock] = {}  # by group, the memory of the host copy at the gather
@@ -54,13 +57,17 @@ class FlatMemory:
         else:
             self._borrow(group, self._pool.lend(group.flat_nbytes, f"flat buffer of {group.key}"))
 
-    def shared_block(self, group: FlatGroup) -> HostBlock | None:
-        """The memory that a group and its host copy share, or shared when it was gathered."""
-        return self._shared.get(group.index)
+    def is_shared(self, group: FlatGroup) -> bool:
+        """Whether a gathered group shares memory with its host copy, or did when it was gathered."""
+        return group.index in self._shared
 
-    def unshare(self, group: FlatGroup) -> None:
-        """The host copy has other memory now, or none."""
-        self._shared.pop(group.index, None)
+    def unshare(self, group: FlatGroup, *, is_edited: bool) -> None:
+        """The host copy is about to change, or the group has been: they share memory no more. Idempotent."""
+        shared = self._shared.pop(group.index, None)
+        if shared is not None and is_edited:
+            self._claims.forget_edited(group, shared)
+        elif shared is not None:
+            self._claims.renew(group, shared)
 
     def take_back(self, group: FlatGroup) -> None:
         """The flat buffer gives up its memory. Idempotent.
@@ -69,13 +76,13 @@ class FlatMemory:
             UnsupportedModelError: somebody made a numpy array of a parameter, which nails its memory down for good.
         """
         group.free_flat()
-        self.unshare(group)
+        self._shared.pop(group.index, None)
         if (loan := self._loans.pop(group.index, None)) is not None:
             loan.release()
 
     def leave(self, group: FlatGroup) -> None:
         """Tensors outside show the memory, which goes when the last of them does: it comes back to nobody."""
-        self.unshare(group)
+        self._shared.pop(group.index, None)
         self._loans.pop(group.index, None)
 
     def _borrow(self, group: FlatGroup, loan: Loan) -> None:

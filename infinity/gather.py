@@ -114,7 +114,7 @@ class Gatherer:
         gathering = self._gatherings[group.index]
         if gathering.state is GatherState.GATHERED:
             if isinstance(user, UserHold):
-                self._part(gathering)
+                self.part([group])
             gathering.users.add(user)
             return False
         group.refuse_replaced()
@@ -166,7 +166,7 @@ class Gatherer:
                 self._free(gathering)
 
     def _keep(self, gathering: _Gathering) -> None:
-        self._part(gathering)
+        self.part([gathering.group])
         keeper = UserHold()
         gathering.users.add(keeper)
         self.kept.keep(gathering.group, keeper)
@@ -276,17 +276,8 @@ class Gatherer:
     def part(self, groups: Iterable[FlatGroup]) -> None:
         """The host copies of groups are about to change: what is gathered of them shall not."""
         for group in groups:
-            self._part(self._gatherings[group.index])
-
-    def _part(self, gathering: _Gathering) -> None:
-        """A group and its host copy share memory no more."""
-        shared = self._flat_memory.shared_block(gathering.group)
-        if shared is not None:
-            if self.edited(gathering.group):
-                self.claims.forget_edited(gathering.group, shared)
-            else:
-                self.claims.renew(gathering.group, shared)
-            self._flat_memory.unshare(gathering.group)
+            if self._flat_memory.is_shared(group):
+                self._flat_memory.unshare(group, is_edited=self.edited(group))
 
     def edited(self, group: FlatGroup) -> bool:
         """Whether somebody changed the gathered parameters in place since they were filled."""
@@ -392,9 +383,8 @@ class Gatherer:
         return self.release_unviewed()
 
     def _free(self, gathering: _Gathering) -> None:
-        shared = self._flat_memory.shared_block(gathering.group)
-        if shared is not None and self.edited(gathering.group):
-            self.claims.forget_edited(gathering.group, shared)
+        if self._flat_memory.is_shared(gathering.group) and self.edited(gathering.group):
+            self._flat_memory.unshare(gathering.group, is_edited=True)
         if gathering.fence is not None:
             self._stalls.wait_fence(gathering.fence, gathering.group.key)
             gathering.fence = None

@@ -210,7 +210,7 @@ class ReadAhead:
         self._course.leave()
         for copy in self._copies:
             if not copy.pinned:
-                await self._drop(copy)
+                await self._window.drop(copy)
 
     async def renew(self, index: int, shared: HostBlock) -> None:
         """Give a copy other memory than `shared`, which a device that computes in host memory goes on to use."""
@@ -220,14 +220,7 @@ class ReadAhead:
         """Drop a copy whose bytes were changed on the device, with which it shared them."""
         copy = self._copies[index]
         if copy.block is shared:
-            await self._drop(copy)
-
-    async def _drop(self, copy: HostCopy) -> None:
-        while copy.state is not CopyState.ABSENT:
-            is_moving = copy.state in (CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
-            if is_moving or not copy.drop():
-                await self._window.wait_change()
-            copy.awaits_update = False
+            await self._window.drop(copy)
 
     def read_kept(self, step: int) -> None:
         """Read what is kept from one step to the next (a message), as traffic of `step`, after `forget`."""

@@ -87,6 +87,14 @@ class Window:
             copy.drop()  # it can be read again
             raise
 
+    async def drop(self, copy: HostCopy) -> None:
+        """Drop a copy of what lies in the swap file, when what is under way with it is over."""
+        while copy.state is not CopyState.ABSENT:
+            is_moving = copy.state in (CopyState.READING, CopyState.UPDATING, CopyState.WRITING)
+            if is_moving or not copy.drop():
+                await self.wait_change()
+            copy.awaits_update = False
+
     async def make_room(self, wanted: HostCopy, distance: Mapping[int, int]) -> None:
         """Evict the clean copy that is needed last, or wait until something in flight has settled.
 

@@ -5,10 +5,10 @@ given back is kept for the next lease of the same size, already faulted in (and 
 it for); blocks of other sizes are unmapped when the capacity would be exceeded, so memory cannot fragment.
 
 [Note: loans]
-A CPU computes where the shards are, so its flat buffers may lie in blocks of the pool: in those that hold a shard, which
-saves the copy, or in one of their own, which saves the page faults of fresh memory. A *loan* keeps a block from being
-used for something else, also after its lease has ended. What is only lent counts as memory of the device, which has a
-budget of its own, and not against the capacity; nor do as many bytes of kept blocks as were ever lent at once.
+A CPU computes where the shards are, so its flat buffers may lie in blocks of the pool: in those that hold a shard,
+which saves the copy, or in one of their own, which saves the page faults of fresh memory. A *loan* keeps a block from
+being used for something else, also after its lease has ended. What is only lent counts as memory of the device, which
+has a budget of its own, and not against the capacity; nor do as many bytes of kept blocks as were ever lent at once.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def check_empty(engine: Engine) -> None:
     runtime = engine._runtime
     assert runtime.is_closed
     assert runtime.pool.leased_nbytes == 0, runtime.pool.holders()
+    assert runtime.pool.lent_nbytes == 0
     for budget in runtime.budgets.values():
         assert budget.used_nbytes == 0, (budget.name, budget.holders())
         assert not budget.waiting(), (budget.name, budget.waiting())

@@ -30,6 +30,7 @@ from infinity.plan.model import BACKWARD_FLOPS, ModelPlan, model_plan
 from infinity.plan.observed import Calibration, RunObserver, scenario_of_run
 from infinity.plan.simulate import simulate
 from infinity.sizes import MIB
+from infinity.torch_compat import can_swap_memory
 from infinity.versions import infinity_version
 from storage.calibration import calibrate
 from storage.calibration_cache import CalibrationCache
@@ -182,7 +183,8 @@ def corrections_from(alone: Alone, seen: Calibration) -> Corrections:
     """What a run did over what the same work takes alone."""
     work = _plan_of(_SHAPE)
     units, passes = len(work.work), 1 + BACKWARD_FLOPS
-    copied_nbytes = 3 * 4 * work.parameters  # up twice and down once, in fp32
+    copies = 1 if can_swap_memory() else 3  # down once and, where the memory of shards cannot be shared, up twice
+    copied_nbytes = copies * 4 * work.parameters
     compute_s = work.step_flops(recompute=False) * _BATCH / alone.flops_per_s + units * passes * alone.unit_s
     if not torch.cuda.is_available():
         compute_s += copied_nbytes / alone.link_bytes_per_s

@@ -84,10 +84,10 @@ class TrainingThread:
     async def _backward(self, unit: Unit) -> None:
         await self._gather(unit, Phase.BACKWARD)
         await self._compute(unit, Phase.BACKWARD)
+        self._release(unit)
         for group in unit.groups:
             if group.trainable and len(group.units) == 1:
                 await self._gradients.harvest(group)
-        self._release(unit)
 
     async def _use(self, unit: Unit, phase: Phase) -> None:
         await self._gather(unit, phase)
@@ -140,7 +140,8 @@ class TrainingThread:
             fence = machinery.upload(group)
             machinery.read_ahead.consumed(group.index, phase, fence)
         else:
-            await self.time.spend(machinery.copy_s(group), "upload")
+            if not machinery.copies[group.index].is_shareable:
+                await self.time.spend(machinery.copy_s(group), "upload")
             fence = machinery.completed
             machinery.read_ahead.consumed(group.index, phase)
         return fence

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.errors import ClosedError, PoolExhaustedError
-from storage.pool import HostPool, Lease
+from storage.pool import HostPool, Lease, Loan
 from tests.storage.helpers import MIB, PAGE, run_threads
 
 
@@ -195,3 +195,112 @@ def test_leases_of_many_threads_never_share_memory() -> None:
     assert pool.leased_nbytes == 0
     assert pool.peak_nbytes <= 64 * PAGE
     pool.close(strict=True)
+
+
+# Loans --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_loan_outlives_its_lease() -> None:
+    """The bytes stay, nobody else gets the block, and only the lease counts against the capacity."""
+    pool = HostPool(2 * PAGE)
+    lease = pool.lease(PAGE, "shard")
+    lease.memory[:5] = b"bytes"
+    loan, address = lease.lend(), lease.address
+    lease.release()
+    assert (pool.leased_nbytes, pool.lent_nbytes, pool.cached_nbytes) == (0, PAGE, 0)
+    others = [pool.lease(PAGE, "another") for _ in range(2)]
+    assert address not in {other.address for other in others}
+    with pytest.raises(PoolExhaustedError):
+        pool.lease(1, "too much")
+    assert bytes(loan.memory[:5]) == b"bytes"
+    loan.release()
+    loan.release()
+    assert (pool.lent_nbytes, pool.cached_nbytes, pool.most_lent_nbytes) == (0, PAGE, PAGE)
+    assert pool.peak_nbytes == 2 * PAGE
+    for other in others:
+        other.release()
+    pool.close(strict=True)
+    assert pool.cached_nbytes == 0
+
+
+def test_a_lease_outlives_its_loans() -> None:
+    pool = HostPool(PAGE)
+    lease = pool.lease(PAGE, "shard")
+    loans = [lease.lend(), lease.lend()]
+    for loan in loans:
+        loan.release()
+    assert (pool.leased_nbytes, pool.lent_nbytes, pool.most_lent_nbytes) == (PAGE, 0, 0)
+    lease.release()
+    assert (pool.leased_nbytes, pool.cached_nbytes) == (0, PAGE)
+    with pytest.raises(ClosedError, match="shard"):
+        lease.lend()
+
+
+def test_a_block_that_is_only_lent_is_used_again() -> None:
+    pool = HostPool(0)  # nothing may be leased
+    first = pool.lend(PAGE, "flat")
+    address = np.frombuffer(first.memory, "u1").ctypes.data
+    first.release()
+    with pool.lend(PAGE - 1, "flat") as second:
+        assert np.frombuffer(second.memory, "u1").ctypes.data == address
+        assert len(second.memory) == PAGE - 1
+    with pool.lend(3 * PAGE, "flat"), pytest.raises(PoolExhaustedError):
+        pool.lease(PAGE, "shard")
+    assert pool.peak_nbytes == 0
+    pool.close(strict=True)
+    with pytest.raises(ClosedError):
+        pool.lend(PAGE, "flat")
+
+
+def test_what_is_lent_when_the_pool_closes_goes_with_the_loan() -> None:
+    pool = HostPool(2 * MIB)
+    lease = pool.lease(MIB, "shard")
+    loan, address = lease.lend(), lease.address
+    lease.release()
+    pool.close(strict=True)
+    assert mapped(address)
+    loan.release()
+    assert not mapped(address)
+    assert (pool.lent_nbytes, pool.cached_nbytes) == (0, 0)
+
+
+def test_a_loan_without_memory_costs_nothing() -> None:
+    def refuse(nbytes: int) -> memoryview:
+        raise MemoryError
+
+    pool = HostPool(PAGE, map_memory=refuse)
+    with pytest.raises(PoolExhaustedError, match="flat"):
+        pool.lend(PAGE, "flat")
+    assert pool.lent_nbytes == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["lease", "lend", "own", "end", "return"]), st.integers(0, 9)), max_size=80))
+def test_what_counts_stays_below_the_capacity(actions: list[tuple[str, int]]) -> None:
+    """Whatever is lent beside it, and no two holders have the same memory."""
+    pool = HostPool(6 * PAGE, huge_pages=False)
+    leases: list[Lease] = []
+    loans: list[Loan] = []
+    for action, number in actions:
+        if action == "lease" and pool.leased_nbytes + (number % 3 + 1) * PAGE <= 6 * PAGE:
+            leases.append(pool.lease((number % 3 + 1) * PAGE, "x"))
+            leases[-1].memory[:8] = len(leases).to_bytes(8, "little")
+        elif action == "lend" and leases:
+            loans.append(leases[number % len(leases)].lend())
+        elif action == "own":
+            loans.append(pool.lend((number % 3 + 1) * PAGE, "y"))
+        elif action == "end" and leases:
+            leases.pop(number % len(leases)).release()
+        elif action == "return" and loans:
+            loans.pop(number % len(loans)).release()
+        assert pool.leased_nbytes == sum(lease.block_nbytes for lease in leases)
+        counted = pool.leased_nbytes + pool.cached_nbytes + pool.lent_nbytes - pool.most_lent_nbytes
+        assert counted <= pool.peak_nbytes <= 6 * PAGE
+        addresses = {lease.address for lease in leases}
+        assert len(addresses) == len(leases)
+        only_lent = {np.frombuffer(loan.memory, "u1").ctypes.data: len(loan.memory) for loan in loans}
+        assert pool.lent_nbytes == sum(n for address, n in only_lent.items() if address not in addresses)
+    for holder in (*leases, *loans):
+        holder.release()
+    pool.close(strict=True)
+    assert (pool.lent_nbytes, pool.cached_nbytes) == (0, 0)
