@@ -15,7 +15,8 @@ from infinity.torch_compat import can_swap_memory
 from tests.conftest import MakeEngine
 from tests.zoo import Net, batch, build, loss_of, one_step
 
-pytestmark = pytest.mark.skipif(not can_swap_memory(), reason="this torch cannot exchange the memory of storages")
+needs_shared_memory = pytest.mark.skipif(not can_swap_memory(), reason="this torch cannot exchange memory")
+pytestmark = needs_shared_memory
 
 SCHEDULES = ["synchronous", "overlapped", "deferred"]
 STREAMED = {"budget": "440KiB"}

@@ -10,16 +10,20 @@ import infinity
 from infinity.order import Phase
 from storage.errors import PoolExhaustedError
 from tests.conftest import MakeEngine
+from tests.infinity.test_flat_memory import needs_shared_memory
 from tests.mechanics.test_iterations import nothing_gathered
 from tests.parity.loops import gathered_parameters
 from tests.storage.test_huge_pages import flags_of, needs_huge_pages
 from tests.zoo import Net, batch, build, loss_of
 
+KINDS = ["fake", pytest.param("cpu", marks=needs_shared_memory)]  # copies; computes in the memory of the shard
 
-def test_failed_upload_is_forgotten(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_failed_upload_is_forgotten(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The next forward uploads again; it never computes with the memory that the failed upload left unfilled."""
     plain, ours = build(Net), build(Net)
-    engine = offload(ours)
+    engine = offload(ours, device={"kind": kind, "budget": "8MiB"})
     runtime = engine._runtime
     used_nbytes = runtime.device.budget.used_nbytes
     with monkeypatch.context() as patched:
@@ -27,7 +31,7 @@ def test_failed_upload_is_forgotten(offload: MakeEngine, monkeypatch: pytest.Mon
         def fail(*args: object, **kwargs: object) -> None:
             raise RuntimeError("the link is down")
 
-        patched.setattr(runtime.device, "upload", fail)
+        patched.setattr(runtime.device, "upload" if kind == "fake" else "note_shared", fail)
         with pytest.raises(RuntimeError, match="the link is down"):
             ours(batch(0))
     nothing_gathered(engine)
@@ -35,22 +39,24 @@ def test_failed_upload_is_forgotten(offload: MakeEngine, monkeypatch: pytest.Mon
     assert torch.equal(loss_of(ours, batch(0)), loss_of(plain, batch(0)))
 
 
-def test_failed_allocation_is_forgotten(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_failed_allocation_is_forgotten(offload: MakeEngine, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Torch may be out of memory although the budget is not."""
     ours = build(Net)
-    engine = offload(ours)
+    engine = offload(ours, device={"kind": kind, "budget": "8MiB"})
     runtime = engine._runtime
     used_nbytes = runtime.device.budget.used_nbytes
     group = runtime.groups[0] if runtime.groups[0] not in runtime.resident_groups else runtime.groups[1]
     with monkeypatch.context() as patched:
 
-        def fail() -> None:
+        def fail(*args: object) -> None:
             raise torch.OutOfMemoryError("no memory")
 
-        patched.setattr(group, "allocate_flat", fail)
+        patched.setattr(group, "allocate_flat" if kind == "fake" else "borrow_flat", fail)
         with pytest.raises(torch.OutOfMemoryError):
             runtime.gatherer.gather(group, "somebody", Phase.FORWARD)
     assert runtime.device.budget.used_nbytes == used_nbytes
+    assert runtime.pool.lent_nbytes == 0
     nothing_gathered(engine)
 
 
