@@ -161,8 +161,9 @@ class _Steps:
         result.step_s.append((ended_s - started_s) / 2)
         after = metrics_of(runtime)
         self._engine.metrics()  # what was under way at the end is noted when it is over
-        h2d, d2h = (int(after[name] - before[name]) // 2 for name in ("link/h2d_bytes", "link/d2h_bytes"))
-        self.link_nbytes = h2d, d2h
+        names = ("link/h2d_bytes", "link/d2h_bytes", "link/shared_bytes")
+        h2d, d2h, shared = (int(after[name] - before[name]) // 2 for name in names)
+        self.link_nbytes = h2d - shared, d2h
         found = activities(runtime.trace.events(), started_s, ended_s)
         result.activities.append({name: Activity(one.busy_s / 2, one.waiting_s / 2) for name, one in found.items()})
         for cause, seconds in stalls_between(before, after).items():

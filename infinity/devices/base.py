@@ -58,10 +58,15 @@ class LinkStats:
     """Bytes that crossed between host and device, and who is told of every copy. Thread safe.
 
     The kind of a copy is the first word of a label of several words ("state blocks.3"); one word is a name only.
+
+    Attributes:
+        shared_nbytes: of those that count as uploaded, what nothing copied; see `Device.note_shared`. Written by the
+            training thread.
     """
 
     def __init__(self) -> None:
         self._nbytes: Counter[tuple[LinkDirection, str]] = Counter()
+        self.shared_nbytes = 0
         self._lock = threading.Lock()
         self._on_copy: Callable[[LinkCopy], None] | None = None
 
@@ -223,6 +228,7 @@ class Device(ABC):
     def note_shared(self, source: torch.Tensor, label: str) -> None:
         """Count an upload for which nothing had to be copied: the device computes where the source lies."""
         self._traffic.add(LinkDirection.H2D, label, source.nbytes)
+        self._traffic.shared_nbytes += source.nbytes
         now_s = time.perf_counter()
         self._traffic.over(LinkDirection.H2D, label, source.nbytes, now_s, now_s)
 

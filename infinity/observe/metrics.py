@@ -110,10 +110,9 @@ def metrics_of(runtime: Runtime) -> dict[str, float]:
     for name, budget in runtime.budgets.items():
         if name != "device":
             flat[f"host/{name}_peak_bytes"] = budget.peak_nbytes
-    flat["link/h2d_bytes"], flat["link/d2h_bytes"] = (
-        runtime.device.traffic.h2d_nbytes,
-        runtime.device.traffic.d2h_nbytes,
-    )
+    link = runtime.device.traffic
+    flat["link/h2d_bytes"], flat["link/d2h_bytes"] = link.h2d_nbytes, link.d2h_nbytes
+    flat["link/shared_bytes"] = link.shared_nbytes
     if runtime.lockstep is not None:
         flat["ranks/sent_bytes"] = runtime.lockstep.collectives.sent_nbytes
         flat["ranks/received_bytes"] = runtime.lockstep.collectives.received_nbytes
