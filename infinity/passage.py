@@ -29,7 +29,7 @@ from storage.budget import TierBudget
 from storage.pool import HostPool
 from storage.types import Priority, Ticket, TrafficTag
 
-DEPTH = 2  # buffers: one is being read or written while another one is copied
+DEPTH = 2  # buffers of the widest dtype: one is being read or written while another one is copied
 TRANSIT_NUMEL = 1 << 19  # of a chunk of a gradient that goes to the swap file though host memory could hold it whole
 
 
@@ -120,7 +120,7 @@ class Passage:
         use: Callable[[Chunk, torch.Tensor], None],
         cause: StallCause,
     ) -> None:
-        """Read chunks one after another, each while the one before is used.
+        """Read chunks one after another, as many beside the one that is used as there is room for.
 
         Args:
             read: submits the read of a chunk into memory.
@@ -137,9 +137,10 @@ class Passage:
 
         try:
             for chunk in chunks:
-                if len(reading) == DEPTH:
-                    use_first()
-                buffer = self.take(chunk.numel * dtype.itemsize, "chunk in transit")
+                nbytes = chunk.numel * dtype.itemsize
+                while reading and self._budget.free_nbytes < nbytes:
+                    use_first()  # rather than wait for what is being written
+                buffer = self.take(nbytes, "chunk in transit")
                 reading.append((chunk, buffer, Ticket.completed()))
                 reading[-1] = (chunk, buffer, read(chunk, buffer.memory))
             while reading:

@@ -11,7 +11,7 @@ from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk, FlatSpan
 from infinity.observe.stalls import StallCause
-from infinity.passage import DEPTH, TRANSIT_NUMEL, release_after
+from infinity.passage import TRANSIT_NUMEL, release_after
 from infinity.plan.machinery import Machinery
 from infinity.plan.scenario import Scenario
 from infinity.plan.thread_time import ThreadTime
@@ -31,13 +31,13 @@ class PassageFlow:
 
     async def fill(self, group: FlatGroup, step: int) -> None:
         """Bring a shard to the device."""
-        size = group.shard_dtype.itemsize
+        size, room = group.shard_dtype.itemsize, self._machinery.passage
         reading: deque[tuple[HostBlock, Ticket, int]] = deque()
         for chunk in self._chunks(group, group.param_span, self._numel):
-            if len(reading) == DEPTH:
-                await self._upload_first(group, reading)
             nbytes = chunk.numel * size
-            buffer = await self._take(self._machinery.passage, nbytes)
+            while reading and room.free_nbytes < nbytes:
+                await self._upload_first(group, reading)
+            buffer = await self._take(room, nbytes)
             ticket = self._machinery.store.submit_read(
                 group.key,
                 buffer.memory,
