@@ -81,9 +81,10 @@ class FlatMemory:
             loan.release()
 
     def leave(self, group: FlatGroup) -> None:
-        """Tensors outside show the memory, which goes when the last of them does: it comes back to nobody."""
+        """Tensors outside show the memory, which goes when the last of them does."""
         self._shared.pop(group.index, None)
-        self._loans.pop(group.index, None)
+        if (loan := self._loans.pop(group.index, None)) is not None:
+            loan.abandon()
 
     def _borrow(self, group: FlatGroup, loan: Loan) -> None:
         self._loans[group.index] = loan

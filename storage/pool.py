@@ -52,13 +52,14 @@ def map_private(nbytes: int, *, huge_pages: bool) -> memoryview:
 class _Block:
     """One memory map."""
 
-    __slots__ = ("address", "is_leased", "memory", "n_loans", "nbytes", "unregister")
+    __slots__ = ("address", "is_abandoned", "is_leased", "memory", "n_loans", "nbytes", "unregister")
 
     def __init__(self, nbytes: int, memory: memoryview, register: Register | None) -> None:
         self.nbytes = nbytes
         self.memory = memory
         self.is_leased = True
         self.n_loans = 0
+        self.is_abandoned = False
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.unregister = register(self.address, nbytes) if register is not None else None
 
@@ -134,6 +135,12 @@ class Loan:
         if block is not None:
             self.memory = memoryview(b"")
             self._pool._end_loan(block)
+
+    def abandon(self) -> None:
+        """Give it back although views of it will be used: it is used for nothing else, and goes with them."""
+        if self._block is not None:
+            self._block.is_abandoned = True
+        self.release()
 
     def __enter__(self) -> Self:
         return self
@@ -354,8 +361,8 @@ class HostPool:
             block.unmap()
 
     def _keep(self, block: _Block) -> bool:
-        """Keep a block that nobody uses for the next who needs one of its size. False where the pool is closed."""
-        if self._is_closed:
+        """Keep a block that nobody uses for the next who needs one of its size. False where it has to go."""
+        if self._is_closed or block.is_abandoned:
             return False
         self._free.setdefault(block.nbytes, []).append(block)
         self.cached_nbytes += block.nbytes

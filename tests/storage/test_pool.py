@@ -264,6 +264,23 @@ def test_what_is_lent_when_the_pool_closes_goes_with_the_loan() -> None:
     assert (pool.lent_nbytes, pool.cached_nbytes) == (0, 0)
 
 
+def test_memory_that_is_looked_at_for_good_is_never_used_again() -> None:
+    pool = HostPool(2 * MIB)
+    lease = pool.lease(MIB, "shard")
+    lease.memory[:5] = b"bytes"
+    loan, address = lease.lend(), lease.address
+    seen = loan.memory[:5]
+    loan.abandon()
+    assert pool.lent_nbytes == 0
+    lease.release()
+    assert (pool.leased_nbytes, pool.cached_nbytes) == (0, 0)
+    with pool.lease(MIB, "another") as other:
+        assert other.address != address
+    assert bytes(seen) == b"bytes"
+    del seen
+    assert not mapped(address)
+
+
 def test_a_loan_without_memory_costs_nothing() -> None:
     def refuse(nbytes: int) -> memoryview:
         raise MemoryError
