@@ -11,7 +11,7 @@ from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk, FlatSpan
 from infinity.observe.stalls import StallCause
-from infinity.passage import TRANSIT_NUMEL, release_after
+from infinity.passage import release_after
 from infinity.plan.machinery import Machinery
 from infinity.plan.scenario import Scenario
 from infinity.plan.thread_time import ThreadTime
@@ -27,7 +27,7 @@ class PassageFlow:
         self._scenario = scenario
         self._machinery = machinery
         self._time = time
-        self._numel = scenario.placement.passage_numel
+        self._numel, self._transit_numel = scenario.placement.passage_numel, scenario.transit_numel
 
     async def fill(self, group: FlatGroup, step: int) -> None:
         """Bring a shard to the device."""
@@ -59,7 +59,8 @@ class PassageFlow:
         """Bring a gradient to the swap file; what is there is added to. The writes under way."""
         group, is_there = gradient.group, gradient.is_spilled
         is_chunked = group.index in self._scenario.placement.chunked
-        room, numel = (self._machinery.passage, self._numel) if is_chunked else (self._machinery.transit, TRANSIT_NUMEL)
+        passage, transit = self._machinery.passage, self._machinery.transit
+        room, numel = (passage, self._numel) if is_chunked else (transit, self._transit_numel)
         writes = []
         for chunk in self._chunks(group, group.grad_span, numel):
             nbytes = chunk.numel * GRAD_DTYPE.itemsize

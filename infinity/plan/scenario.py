@@ -11,6 +11,7 @@ from infinity.groups import FlatGroup, Unit
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.optim.hyper import StateField
 from infinity.order import Phase
+from infinity.passage import TRANSIT_NUMEL
 from infinity.placement import Placement
 from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drives import DriveModel
@@ -107,6 +108,20 @@ class Scenario:
             return streamed
         by_index = {unit.index: unit for unit in streamed}
         return [by_index[index] for index in self.order]
+
+    @property
+    def transit_numel(self) -> int:
+        """Of a chunk of a gradient on its way to the swap file; larger than in a run where a step would have very many.
+
+        They go down one after the other, so that nothing depends on their length but how soon the first one is written.
+        """
+        placement = self.placement
+        leaving = placement.spilled_gradients - placement.lasting_gradients - placement.chunked
+        sizes = [group.grad_span.numel for group in self.groups if group.index in leaving]
+        if not sizes or self.speeds.contention.transfer_s:  # each transfer costs something of its own
+            return TRANSIT_NUMEL
+        longer = min(sum(sizes) // _MOST_CHUNKS, max(sizes) // _LEAST_CHUNKS)
+        return align_up(max(TRANSIT_NUMEL, longer), SHARD_ALIGN_NUMEL)
 
     def coarse(self) -> Scenario:
         """The same with larger optimizer chunks where there would be very many.

@@ -14,14 +14,20 @@ from hypothesis import strategies as st
 
 from infinity.config import Schedule
 from infinity.layout import SHARD_ALIGN_NUMEL
+from infinity.models.gpt import GptShape
 from infinity.optim.hyper import StateField
+from infinity.passage import TRANSIT_NUMEL
 from infinity.plan.bounds import lower_bounds, moved_nbytes, nvme_s, scenario_traffic
 from infinity.plan.contention import NO_CONTENTION, Contention
 from infinity.plan.drives import DriveModel
+from infinity.plan.hardware import Hardware, gpu_named, parse_drives
+from infinity.plan.model import model_plan
+from infinity.plan.planner import PlanRequest, Workload, draft_plan
 from infinity.plan.scenario import Scenario, Speeds, UnitTime
 from infinity.plan.simulate import simulate, simulate_long
 from infinity.plan.training_thread import TrainingThread
 from infinity.plan.virtual import PlanLoop
+from infinity.sizes import GIB, MIB
 from storage.types import Op
 from tests.plan.cases import PAGE_NBYTES, SPEEDS, TIME, make_scenario
 from tests.scheduler.planned import UnitShape
@@ -193,6 +199,22 @@ def test_coarse_chunks_take_what_those_do_that_they_stand_for() -> None:
     grown = coarse.placement.chunk_numel / fine.placement.chunk_numel
     assert grown > 1
     assert coarse.speeds.contention == Contention(0.0, 1e-5 * grown, 1e-11)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.SYNCHRONOUS, Schedule.DEFERRED])
+def test_gradients_go_down_in_larger_chunks_where_there_would_be_very_many(schedule: Schedule) -> None:
+    model = model_plan(
+        GptShape(8, 3072, 24, 512), seq=512, batch=1, activation_itemsize=2, resident_threshold_nbytes=MIB
+    )
+    hardware = Hardware(gpu_named("rtx4090"), parse_drives(["2x7:3.4"]), 6 * GIB)
+    few = draft_plan(PlanRequest(model, hardware, Workload(batch=4, schedule=schedule))).scenario
+    costly = Contention(transfer_s=1e-30)  # chunks are not made larger where each takes something from computing
+    many = replace(few, speeds=replace(few.speeds, contention=costly))
+    assert few.transit_numel > many.transit_numel == TRANSIT_NUMEL
+    quick, exact = simulate_long(few), simulate_long(many)
+    assert len(quick.transfers) < len(exact.transfers)
+    assert quick.step_s == pytest.approx(exact.step_s, rel=1e-3)
+    assert quick.traffic == exact.traffic
 
 
 def test_a_run_that_settles_late_is_told_as_it_settled() -> None:
