@@ -57,17 +57,22 @@ class FlatMemory:
         else:
             self._borrow(group, self._pool.lend(group.flat_nbytes, f"flat buffer of {group.key}"))
 
+    def has_loan(self, group: FlatGroup) -> bool:
+        """Whether the flat buffer has borrowed memory."""
+        return group.index in self._loans
+
     def is_shared(self, group: FlatGroup) -> bool:
         """Whether a gathered group shares memory with its host copy, or did when it was gathered."""
         return group.index in self._shared
 
     def unshare(self, group: FlatGroup, *, is_edited: bool) -> None:
         """The host copy is about to change, or the group has been: they share memory no more. Idempotent."""
-        shared = self._shared.pop(group.index, None)
+        shared = self._shared.get(group.index)
         if shared is not None and is_edited:
             self._claims.forget_edited(group, shared)
         elif shared is not None:
             self._claims.renew(group, shared)
+        self._shared.pop(group.index, None)  # last: after a Ctrl-C before they still do
 
     def take_back(self, group: FlatGroup) -> None:
         """The flat buffer gives up its memory. Idempotent.
@@ -77,8 +82,9 @@ class FlatMemory:
         """
         group.free_flat()
         self._shared.pop(group.index, None)
-        if (loan := self._loans.pop(group.index, None)) is not None:
-            loan.release()
+        if (loan := self._loans.get(group.index)) is not None:
+            loan.release()  # before it is forgotten, should a Ctrl-C come in between
+            del self._loans[group.index]
 
     def leave(self, group: FlatGroup) -> None:
         """Tensors outside show the memory, which goes when the last of them does."""

@@ -190,6 +190,12 @@ class Gatherer:
         for gathering in self._gatherings:
             gathering.users = {user for user in gathering.users if isinstance(user, UserHold)}
             self._free_unused(gathering)
+            if gathering.state is GatherState.RELEASED and self._has_left(gathering):
+                self._let_go(gathering)
+
+    def _has_left(self, gathering: _Gathering) -> bool:
+        """Whether a Ctrl-C came in the middle when a group was released."""
+        return gathering.block is not None or self._flat_memory.has_loan(gathering.group)
 
     def drop_ahead(self, groups: Iterable[FlatGroup]) -> None:
         """Free what was only uploaded ahead of these groups: their values are about to change."""
@@ -302,6 +308,7 @@ class Gatherer:
     def _pass(self, gathering: _Gathering) -> None:
         """Bring a chunked group to the device. If that fails it is released."""
         group = gathering.group
+        self._let_go(gathering)
         try:
             gathering.block = self._allocate(group.flat_nbytes, group.key)
             self._flat_memory.give(group, is_held=_is_held(gathering))
@@ -324,6 +331,7 @@ class Gatherer:
         """Start the upload of a claimed copy. If that fails the group is released and the claim given up."""
         group = gathering.group
         try:
+            self._let_go(gathering)
             gathering.block = self._allocate(group.flat_nbytes, group.key)
             fence: Fence | None = None
             if _is_held(gathering) or not self._flat_memory.share(copy):
@@ -401,7 +409,7 @@ class Gatherer:
         gathering.state = GatherState.RELEASED
 
     def _let_go(self, gathering: _Gathering) -> None:
-        """Give back what device memory the group has."""
+        """Give back what device memory the group has. Idempotent: what a Ctrl-C here has left goes the next time."""
         try:
             self._flat_memory.take_back(gathering.group)
         finally:

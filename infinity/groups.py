@@ -275,7 +275,7 @@ class FlatGroup:
         storage = self.flat.untyped_storage()
         if self._borrowed is None:
             storage.resize_(0)
-        elif storage.nbytes():
+        elif storage.nbytes():  # else a Ctrl-C came between an exchange and what notes it
             swap_memory(storage, self._borrowed)
         self._borrowed = None
         self._taken.clear()

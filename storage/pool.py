@@ -131,10 +131,8 @@ class Loan:
 
     def release(self) -> None:
         """Give it back. Idempotent. Views of the memory must not be used afterwards."""
-        block, self._block = self._block, None
-        if block is not None:
-            self.memory = memoryview(b"")
-            self._pool._end_loan(block)
+        self.memory = memoryview(b"")
+        self._pool._end_loan(self)
 
     def abandon(self) -> None:
         """Give it back although views of it will be used: it is used for nothing else, and goes with them."""
@@ -350,8 +348,12 @@ class HostPool:
             block.n_loans += 1
         return Loan(self, block, nbytes)
 
-    def _end_loan(self, block: _Block) -> None:
+    def _end_loan(self, loan: Loan) -> None:
         with self._lock:
+            block = loan._block
+            if block is None:
+                return
+            loan._block = None  # together with what it counts: a Ctrl-C before leaves both for the next try
             block.n_loans -= 1
             if block.is_leased or block.n_loans:
                 return

@@ -11,8 +11,11 @@ from torch import nn
 import infinity
 from infinity.devices import cpu
 from infinity.groups import FlatGroup
+from infinity.order import Phase
 from infinity.torch_compat import can_swap_memory
 from tests.conftest import MakeEngine
+from tests.interrupting import CtrlC
+from tests.mechanics.test_iterations import nothing_gathered
 from tests.zoo import Net, batch, build, loss_of, one_step
 
 needs_shared_memory = pytest.mark.skipif(not can_swap_memory(), reason="this torch cannot exchange memory")
@@ -187,3 +190,30 @@ def test_memory_of_gathers_is_used_again(offload: MakeEngine, monkeypatch: pytes
         one_step(model, optimizer, step)
     gathers = engine._runtime.gatherer.gathers - before
     assert len(mapped) < gathers / 4  # a block may be in use when a gradient comes that was early before
+
+
+@pytest.mark.parametrize("host", [STREAMED, {"budget": "64MiB"}], ids=["shared", "borrowed"])
+def test_a_release_that_was_interrupted_is_made_up_for(offload: MakeEngine, host: dict[str, str]) -> None:
+    """Wherever a Ctrl-C comes: the next gather finds a flat buffer that is empty, and no memory is lost."""
+    plain, model = build(Net), build(Net)
+    engine = offload(model, host=host)
+    gatherer, pool = engine._runtime.gatherer, engine._runtime.pool
+    for way in ("all are released", "it is gathered again"):
+        for group in (group_of(engine, "blocks.1.up.weight"), group_of(engine, "blocks.2.up.weight")):
+            number, is_over = 0, False
+            while not is_over:
+                gatherer.gather(group, "test", Phase.FORWARD)
+                with CtrlC(number) as ctrl_c:
+                    gatherer.release(group, "test")
+                if way == "it is gathered again":
+                    gatherer.gather(group, "test", Phase.FORWARD)
+                gatherer.release_all()
+                nothing_gathered(engine)
+                assert pool.lent_nbytes == 0
+                block, like = model.get_submodule("blocks.1"), plain.get_submodule("blocks.1")
+                with infinity.gathered(block):
+                    assert all(map(torch.equal, block.parameters(), like.parameters()))
+                number, is_over = number + 1, not ctrl_c.has_come
+            assert number > 10
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), plain(batch(0)))
