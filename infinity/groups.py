@@ -111,6 +111,11 @@ class FlatGroup:
         """Whether other ranks hold parts of the parameters."""
         return self.param_span != self.layout.whole
 
+    @property
+    def is_stored_as_computed(self) -> bool:
+        """Whether a CPU can compute with the shard as it is: it is all of the flat buffer, in the same dtype."""
+        return self.sharding.size == 1 and self.shard_dtype is self.compute_dtype and self.flat_nbytes > 0
+
     def span_of(self, rank: int) -> FlatSpan:
         """The elements of the flat buffer that `rank` updates."""
         return self.sharding.span_of(rank, self.layout.numel)

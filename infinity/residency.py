@@ -175,10 +175,8 @@ class HostCopy:
     @property
     def is_shareable(self) -> bool:
         """Whether a device that computes in host memory may work on these bytes as they are; see flat_memory.py."""
-        group = self.group
         is_clean = self.state in (CopyState.READING, CopyState.CLEAN)  # landed, but the loop has not told so yet
-        is_same = group.sharding.size == 1 and group.shard_dtype is group.compute_dtype and group.flat_nbytes > 0
-        return is_clean and is_same and not self.pinned
+        return is_clean and self.group.is_stored_as_computed and not self.pinned
 
     @property
     def memory(self) -> memoryview:

@@ -40,6 +40,10 @@ def lower_bounds(scenario: Scenario) -> dict[str, float]:
     up = sum(g.shard_nbytes * passes * uses.get(g.index, 1) for g in streamed)
     down = sum(gradient_nbytes(g) * m for g in scenario.groups if g.trainable)
     compute_s = m * sum(t.of(Phase.FORWARD) + t.of(Phase.BACKWARD) for t in scenario.times.values())
+    if not speeds.is_async:  # what a CPU may compute with where it lies takes no time
+        kept = scenario.placement.pinned_params | scenario.placement.chunked
+        copied = [g for g in streamed if g.index in kept or not g.is_stored_as_computed]
+        up = sum(g.shard_nbytes * passes * uses.get(g.index, 1) for g in copied)
     h2d_s, d2h_s = up / speeds.h2d_bytes_per_s, down / speeds.d2h_bytes_per_s
     bounds = {"compute": compute_s}
     if speeds.is_async:

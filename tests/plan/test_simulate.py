@@ -69,6 +69,19 @@ def test_with_everything_in_host_memory_a_step_computes_and_waits_for_links_only
     assert result.step_s == pytest.approx(8 * 3e-3, rel=1e-3)
 
 
+def test_a_cpu_copies_only_what_host_memory_alone_holds() -> None:
+    """It computes with the shards in the window where they are: they count neither in a step nor in its bound."""
+    speeds = Speeds(h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e12, kernel_s=1e-15, is_async=False)
+    drives = [DriveModel(1e12, 1e12)]
+    streamed = make_scenario(EIGHT, schedule=Schedule.OVERLAPPED, drives=drives, speeds=speeds)
+    pinned = make_scenario(EIGHT, schedule=Schedule.OVERLAPPED, spare_nbytes=10_000 * PAGE_NBYTES, speeds=speeds)
+    copied_s = 2 * sum(group.shard_nbytes for group in pinned.groups) / 1e6
+    assert not streamed.placement.pinned_params
+    for scenario, least_s in ((streamed, 8 * 3e-3), (pinned, 8 * 3e-3 + copied_s)):
+        assert max(lower_bounds(scenario).values()) == pytest.approx(least_s, rel=1e-2)
+        assert simulate(scenario).step_s == pytest.approx(least_s, rel=0.2)
+
+
 def test_a_slow_drive_binds() -> None:
     scenario = make_scenario(EIGHT, drives=[DriveModel(1e6, 1e6)], spare_nbytes=40 * PAGE_NBYTES)
     bounds = lower_bounds(scenario)
