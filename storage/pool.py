@@ -71,7 +71,25 @@ class _Block:
         self.memory = memoryview(b"")
 
 
-class Lease:
+class _Releasable:
+    """Given back at the end of its block."""
+
+    __slots__ = ()
+
+    def release(self) -> None:
+        """Give it back. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class Lease(_Releasable):
     """A block in somebody's hands. `memory` has exactly the bytes asked for."""
 
     __slots__ = ("_block", "_pool", "address", "memory", "nbytes", "owner")
@@ -110,16 +128,8 @@ class Lease:
             self.memory = memoryview(b"")
             self._pool._take_back(block, self.owner)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class Loan:
+class Loan(_Releasable):
     """Memory that stays what it is until the loan is given back, whatever becomes of the lease; see [Note: loans]."""
 
     __slots__ = ("_block", "_pool", "memory")
@@ -138,14 +148,6 @@ class Loan:
         """Give it back although views of it will be used: it is used for nothing else, and goes with them."""
         if self._block is not None:
             self._block.is_abandoned = True
-        self.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
         self.release()
 
 
