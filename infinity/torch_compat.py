@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial, update_wrapper
@@ -301,10 +302,15 @@ def _is_of_checkpoint(holder: object) -> bool:
 def holders_are_told_apart() -> bool:
     """Whether it is known which holder of a tensor is code and which a graph.
 
-    Tried on a tensor that code holds, one that code and a graph hold, and one that only a graph holds.
+    Tried on a thread of its own: here hooks for saved tensors, such as those of a checkpoint, may see what a graph
+    saves, and hold it.
     """
-    if not hasattr(Tensor, "_use_count"):
-        return False
+    with ThreadPoolExecutor(1) as elsewhere:
+        return hasattr(Tensor, "_use_count") and elsewhere.submit(_can_tell_holders).result()
+
+
+def _can_tell_holders() -> bool:
+    """Tried on a tensor that code holds, one that code and a graph hold, and one that only a graph holds."""
 
     def is_held(reference: weakref.ref[Tensor]) -> bool:
         found = reference()
@@ -313,13 +319,12 @@ def holders_are_told_apart() -> bool:
     def ask(tensor: Tensor) -> bool:
         return _is_held(tensor)
 
-    with torch.inference_mode(False), torch.enable_grad():
-        weight = torch.ones(1)
-        reference = weakref.ref(weight)
-        by_code = is_held(reference)
-        graph = torch.ones(1, requires_grad=True) * weight
-        by_both = is_held(reference)
-        del weight
-        by_graph = is_held(reference)
-        del graph
+    weight = torch.ones(1, device="cpu")
+    reference = weakref.ref(weight)
+    by_code = is_held(reference)
+    graph = torch.ones(1, device="cpu", requires_grad=True) * weight
+    by_both = is_held(reference)
+    del weight
+    by_graph = is_held(reference)
+    del graph
     return by_code and by_both and not by_graph

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -284,6 +286,42 @@ def test_holders_are_told_apart() -> None:
     del other
     assert not is_held_by_code(weight)
     assert graph.requires_grad
+
+
+@pytest.fixture
+def nobody_has_asked() -> Iterator[None]:
+    """How holders are told apart is found out once in a process, when it is first asked."""
+    holders_are_told_apart.cache_clear()
+    yield
+    holders_are_told_apart.cache_clear()
+
+
+@pytest.mark.usefixtures("nobody_has_asked")
+def test_finding_out_who_holds_a_tensor_is_not_seen_by_hooks_for_saved_tensors() -> None:
+    """The hooks of a checkpoint would count one tensor more than when the forward runs again."""
+    elsewhere = holders_are_told_apart()
+    holders_are_told_apart.cache_clear()
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.device("meta"):
+        here = holders_are_told_apart()
+    assert here is elsewhere
+    assert not packed
+
+
+@pytest.mark.usefixtures("nobody_has_asked")
+def test_the_first_kept_view_is_from_a_checkpointed_forward(offload: MakeEngine) -> None:
+    model, plain = (build(partial(Net, checkpointing="nested")) for _ in range(2))
+    offload(model)
+    for each in (model, plain):
+        kept = _keep(each, TAKES["row of detach"])
+        loss_of(each, batch(0)).backward()  # type: ignore[no-untyped-call]
+        assert kept
+    assert torch.equal(kept[0], TAKES["row of detach"](_weight(plain)))
 
 
 def test_what_refers_to_a_tensor() -> None:
