@@ -13,7 +13,7 @@ from infinity.blueprint import Blueprint
 from infinity.checkpoint.saver import Saver
 from infinity.chunked_sink import ChunkedGradientSink
 from infinity.claims import Claims
-from infinity.config import Precision, Schedule
+from infinity.config import Precision
 from infinity.device_memory import DeviceMemory
 from infinity.devices.base import LinkCopy
 from infinity.durable.committer import Committer
@@ -24,6 +24,7 @@ from infinity.gather import Gatherer
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
 from infinity.gradient_spill import GradientSpill
+from infinity.gradient_ways import GradientWays
 from infinity.groups import Unit, backward_order
 from infinity.io_loop import IoLoop
 from infinity.link import LinkPatience
@@ -284,14 +285,13 @@ def _sink(
     if plan.placement.spilled_gradients:
         make = ChunkedGradientSink if lockstep is None else ChunkedRankGradientSink
         whole_passage = _passage(plan, made, stalls, made.budgets["transit"], TRANSIT_NUMEL)
-        make = partial(make, passage=passage, whole_passage=whole_passage, chunked=plan.placement.chunked)
+        make = partial(make, passage=passage, whole_passage=whole_passage)
     elif lockstep is not None:
         make = RankGradientSink
     if lockstep is not None:
         make = partial(make, lockstep=lockstep)
     make_room = partial(create_gradient, made.store, plan.nvme_budget_nbytes)
-    placement = plan.placement
-    spill = GradientSpill(made.store, stalls, placement.spilled_gradients, make_room, placement.lasting_gradients)
+    spill = GradientSpill(made.store, stalls, GradientWays.under(plan.placement), make_room)
     sink = make(
         device=plan.device,
         pool=made.pool,
@@ -307,7 +307,6 @@ def _sink(
             f"{budget_for_all_gradients(plan.request)} bytes holds all gradients; or use schedule='synchronous'"
         ),
         stalls=stalls,
-        part_numel=placement.chunk_numel if placement.schedule is Schedule.OVERLAPPED else None,
     )
     sink.wants_peaks = plan.config.precision is Precision.FP16
     return sink

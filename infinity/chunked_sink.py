@@ -17,6 +17,7 @@ import torch
 
 from infinity.chunked_gradients import ChunkedGradients
 from infinity.gradient_sink import GradientSink
+from infinity.gradient_ways import GradientWay
 from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.layout import FlatSpan
@@ -32,12 +33,10 @@ class PassingGradientSink(GradientSink):
     Args:
         passage: the host memory that gradients of chunked groups pass.
         whole_passage: that of the others, over the budget `transit`.
-        chunked: indices of the groups.
     """
 
-    def __init__(self, *, passage: Passage, whole_passage: Passage, chunked: frozenset[int], **parts: Any) -> None:
+    def __init__(self, *, passage: Passage, whole_passage: Passage, **parts: Any) -> None:
         super().__init__(**parts)
-        self._chunked = chunked
         self._chunks, self._chunks_of_whole = (
             ChunkedGradients(each, self._spill, self._blocks, self._device, self._stalls)
             for each in (passage, whole_passage)
@@ -45,36 +44,32 @@ class PassingGradientSink(GradientSink):
         self._whole_chunk_nbytes = whole_passage.chunk_numel * GRAD_DTYPE.itemsize
 
     def expect(self, group: FlatGroup) -> None:
-        if group.index in self._chunked:
+        if self.is_chunked(group):
             self.spill_kept()
             self._blocks.reserve(group)
         else:
             super().expect(group)
 
     def _open(self, group: FlatGroup) -> GroupGradient:
-        if group.index not in self._chunked:
+        if not self.is_chunked(group):
             return super()._open(group)
         return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
 
-    def _way(self, group: FlatGroup) -> ChunkedGradients | None:
-        """What brings an arriving gradient down in chunks; None where it comes to host memory whole."""
-        if group.index in self._chunked:
-            return self._chunks
-        gradient = self._gradients.get(group.index)
-        is_new = gradient is None or (gradient.block is None and not gradient.is_spilled)
-        leaves = self._spill.is_planned(group) and not self._spill.is_lasting(group)
-        is_measured = self.wants_norms or self.wants_peaks
-        return self._chunks_of_whole if leaves and is_new and not is_measured else None
+    def _passing(self, group: FlatGroup, *, is_whole: bool = True) -> ChunkedGradients | None:
+        """What brings an arriving gradient down in chunks; None where it comes to host memory otherwise."""
+        if self._way(group, is_whole=is_whole, is_final=False) is not GradientWay.IN_CHUNKS:
+            return None
+        return self._chunks if self.is_chunked(group) else self._chunks_of_whole
 
     def _open_passing(self, group: FlatGroup) -> GroupGradient:
         """The group's gradient, for which there is memory for a chunk, or will be when a write is over."""
-        if group.index not in self._chunked:
+        if not self.is_chunked(group):
             self._spill_open(group, min(gradient_nbytes(group), self._whole_chunk_nbytes))
         return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
 
     def is_chunked(self, group: FlatGroup) -> bool:
         """Whether the gradient of a group is never in host memory as a whole."""
-        return group.index in self._chunked
+        return group.index in self._spill.ways.chunked
 
     def read_span(self, group: FlatGroup, span: FlatSpan, use: Callable[[torch.Tensor], None]) -> None:
         """Hand a span of the gradient of a chunked group to `use`: a part at a time (1-D, fp32), in order."""
@@ -89,9 +84,8 @@ class ChunkedGradientSink(PassingGradientSink):
     def _take_down(
         self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
     ) -> None:
-        chunks = self._way(group)
         is_whole = len(arrived) == len(group.layout.slots)  # a part would be read again for the rest of a chunk
-        if chunks is None or (chunks is self._chunks_of_whole and not is_whole):
+        if (chunks := self._passing(group, is_whole=is_whole)) is None:
             super()._take_down(group, arrived, is_final=is_final)
             return
         gradient = self._open_passing(group)
@@ -122,7 +116,7 @@ class ChunkedGradientSink(PassingGradientSink):
     # Step ------------------------------------------------------------------------------------------------------
 
     def put(self, group: FlatGroup, slot: int, read: ReadPart) -> None:
-        if group.index not in self._chunked:
+        if not self.is_chunked(group):
             super().put(group, slot, read)
             return
         gradient = self._open(group)
@@ -133,14 +127,14 @@ class ChunkedGradientSink(PassingGradientSink):
         gradient.present[slot] = True
 
     def _look_for_peaks(self, gradient: GroupGradient, slots: Sequence[int]) -> None:
-        if gradient.group.index not in self._chunked:
+        if not self.is_chunked(gradient.group):
             super()._look_for_peaks(gradient, slots)
             return
         self.n_passes += len(slots)
         gradient.peaks.update({slot: [self._chunks.peak(gradient, slot, self.step)] for slot in slots})
 
     def _measure_waiting(self, gradient: GroupGradient) -> None:
-        if gradient.group.index not in self._chunked:
+        if not self.is_chunked(gradient.group):
             super()._measure_waiting(gradient)
             return
         for slot, there in enumerate(gradient.present):

@@ -14,6 +14,7 @@ from infinity.errors import PlacementError
 from infinity.gradient_measures import MeasuredGradients
 from infinity.gradient_parts import CopyPart, take_parts
 from infinity.gradient_spill import GradientSpill
+from infinity.gradient_ways import GradientWay
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
@@ -34,8 +35,6 @@ class GradientRoom(MeasuredGradients):
         start_waiting: starts updates that wait for their groups to be used, and hold memory; False when there are none.
         advice: the end of the sentence that tells that there is no host memory for a gradient: why it cannot wait in
             the swap files, and what to do.
-        part_numel: elements of an optimizer chunk, where updates begin as soon as their gradients are complete; see
-            [Note: gradients in parts] in gradient_parts.py.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class GradientRoom(MeasuredGradients):
         start_waiting: Callable[[], bool],
         advice: Callable[[], str],
         stalls: StallClock,
-        part_numel: int | None = None,
     ) -> None:
         super().__init__()
         self._pool = pool
@@ -62,25 +60,24 @@ class GradientRoom(MeasuredGradients):
         self._start_waiting = start_waiting
         self._advice = advice
         self._stalls = stalls
-        self._part_numel = part_numel
 
     @abstractmethod
     def _spill_now(self, gradient: GroupGradient) -> None:
         """Let a gradient that is in host memory wait in the swap file."""
 
-    def _comes_in_parts(self, group: FlatGroup) -> bool:
-        """Whether a gradient that is complete with what arrives now does; see [Note: gradients in parts]."""
-        gradient = self._gradients.get(group.index)
-        is_new = gradient is None or (gradient.block is None and not gradient.is_spilled)
-        is_measured = self.wants_norms or self.wants_peaks
-        return self._part_numel is not None and is_new and not is_measured and not self._spill.is_planned(group)
+    def _way(self, group: FlatGroup, *, is_whole: bool, is_final: bool) -> GradientWay:
+        """The way of what arrives of a group's gradient now; see `GradientWays.of`."""
+        gradient, is_measured = self._gradients.get(group.index), self.wants_norms or self.wants_peaks
+        ways = self._spill.ways
+        return ways.of(group.index, gradient, is_whole=is_whole, is_final=is_final, is_measured=is_measured)
 
     def _take_parts(self, gradient: GroupGradient, copy: CopyPart) -> None:
-        if self._part_numel is None:
+        part_numel = self._spill.ways.part_numel
+        if part_numel is None:
             raise RuntimeError(f"the gradient of {gradient.group.key} waits for more: it does not come in parts")
         with self._awaiting_updates() as begin:
             reserve = partial(self._reserve, gradient.group, begin)
-            take_parts(gradient, self._part_numel, self._pool, reserve, copy)
+            take_parts(gradient, part_numel, self._pool, reserve, copy)
 
     def _take_memory(self, gradient: GroupGradient) -> None:
         """Host memory for a whole gradient; see `_reserve`."""

@@ -21,9 +21,10 @@ from infinity.errors import UnsupportedModelError
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_parts import on_both_sides
 from infinity.gradient_room import GradientRoom
-from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart, gradient_key, gradient_nbytes
+from infinity.gradient_spill import read_back_early
+from infinity.gradient_ways import GradientWay
+from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart
 from infinity.groups import FlatGroup
-from infinity.host_block import HostBlock
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause
 from infinity.released import OffloadedParameter, fresh_grad, set_fresh_grad
@@ -54,14 +55,8 @@ class GradientSink(GradientRoom):
         self.spill_kept()
         self._blocks.reserve(group)
         gradient = self._gradients.get(group.index)
-        if gradient is not None and gradient.is_spilled and gradient.block is None:
-            nbytes = gradient_nbytes(group)
-            # Leave room for one more, so that a gradient that arrives first never waits for this one to be used.
-            if self._transit.free_nbytes >= 2 * nbytes:
-                reservation = self._transit.try_reserve(nbytes, gradient_key(group))
-                if reservation is not None:
-                    gradient.block = HostBlock.take(self._pool, reservation, gradient_key(group))
-                    gradient.submit_read_back(self.step, Priority.READ_AHEAD)
+        if gradient is not None:
+            read_back_early(gradient, self._transit, self._pool, self.step)
 
     def harvest(self, group: FlatGroup, *, is_final: bool) -> bool:
         """Move every `.grad` of the group's parameters to the sink. True when there was any.
@@ -90,7 +85,8 @@ class GradientSink(GradientRoom):
         self, group: FlatGroup, arrived: Sequence[tuple[int, OffloadedParameter]], *, is_final: bool
     ) -> None:
         """Move the gradients of some slots to host memory."""
-        if is_final and len(arrived) == len(group.layout.slots) and self._comes_in_parts(group):
+        is_whole = len(arrived) == len(group.layout.slots)
+        if self._way(group, is_whole=is_whole, is_final=is_final) is GradientWay.IN_PARTS:
             self._take_down_in_parts(group, arrived)
             return
         gradient = self._open(group)

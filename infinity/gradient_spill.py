@@ -9,15 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key
+from infinity.gradient_ways import GradientWays
+from infinity.gradients import GRAD_DTYPE, GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk
 from infinity.observe.stalls import StallCause, StallClock
 from infinity.shard_io import ShardIo
-from storage.types import Ticket, TrafficTag
+from storage.budget import TierBudget
+from storage.pool import HostPool
+from storage.types import Priority, Ticket, TrafficTag
 
 MakeRoom = Callable[[FlatGroup], None]
+
+
+def read_back_early(gradient: GroupGradient, transit: TierBudget, pool: HostPool, step: int) -> None:
+    """Start to read back a gradient that is about to be added to, if there is room. Never waits.
+
+    Room for one more is left, so that a gradient that arrives first never waits for this one to be used.
+    """
+    key, nbytes = gradient_key(gradient.group), gradient_nbytes(gradient.group)
+    is_away = gradient.is_spilled and gradient.block is None
+    if is_away and transit.free_nbytes >= 2 * nbytes and (reservation := transit.try_reserve(nbytes, key)) is not None:
+        gradient.block = HostBlock.take(pool, reservation, key)
+        gradient.submit_read_back(step, Priority.READ_AHEAD)
 
 
 class GradientSpill:
@@ -25,34 +40,25 @@ class GradientSpill:
 
     Args:
         store: None when nothing lies in swap files.
-        planned: indices of the groups whose gradients wait in the swap file whenever they are not used.
+        ways: which gradients go where.
         make_room: makes space in the swap files for a gradient that was not planned to need any.
-        lasting: indices of those of the planned ones that stay in host memory from the last backward to the update.
     """
 
-    def __init__(
-        self,
-        store: ShardIo | None,
-        stalls: StallClock,
-        planned: frozenset[int],
-        make_room: MakeRoom,
-        lasting: frozenset[int] = frozenset(),
-    ) -> None:
+    def __init__(self, store: ShardIo | None, stalls: StallClock, ways: GradientWays, make_room: MakeRoom) -> None:
         self.store = store
+        self.ways = ways
         self._stalls = stalls
-        self._planned = planned
-        self._lasting = lasting
-        self._with_room = set(planned)
+        self._with_room = set(ways.spilled)
         self._make_room = make_room
         self._writes: list[Ticket] = []
 
     def is_planned(self, group: FlatGroup) -> bool:
         """Whether the gradient of a group waits in the swap file by plan."""
-        return group.index in self._planned
+        return group.index in self.ways.spilled
 
     def is_lasting(self, group: FlatGroup) -> bool:
         """Whether it stays in host memory from the last backward to the update, though others wait there."""
-        return group.index in self._lasting
+        return group.index in self.ways.lasting
 
     @property
     def is_writing(self) -> bool:

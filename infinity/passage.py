@@ -13,7 +13,8 @@ Used by the training thread; transfers complete on other threads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 
 import torch
 
@@ -36,6 +37,21 @@ TRANSIT_NUMEL = 1 << 19  # of a chunk of a gradient that goes to the swap file t
 def release_after(block: HostBlock, transfer: Ticket) -> None:
     """Give memory back once nothing reads or fills it any more, however that ends."""
     transfer.add_done_callback(lambda _: block.release())
+
+
+def in_turns(chunks: Iterable[Chunk], itemsize: int, budget: TierBudget) -> Iterator[Chunk | None]:
+    """What is to be done next: read a chunk, or (None) use the first of those that are being read.
+
+    As many are read beside the one that is used as there is room for.
+    """
+    n_reading = 0
+    for chunk in chunks:
+        while n_reading and budget.free_nbytes < chunk.numel * itemsize:
+            yield None  # rather than wait for what is being written
+            n_reading -= 1
+        yield chunk
+        n_reading += 1
+    yield from repeat(None, n_reading)
 
 
 class Passage:
@@ -126,7 +142,7 @@ class Passage:
             read: submits the read of a chunk into memory.
             use: given every chunk with its values (1-D, of `dtype`), which are gone when it returns.
         """
-        reading: deque[tuple[Chunk, HostBlock, Ticket]] = deque()
+        size, reading = dtype.itemsize, deque[tuple[Chunk, HostBlock, Ticket]]()
 
         def use_first() -> None:
             chunk, buffer, ticket = reading[0]
@@ -136,15 +152,13 @@ class Passage:
             buffer.release()
 
         try:
-            for chunk in chunks:
-                nbytes = chunk.numel * dtype.itemsize
-                while reading and self._budget.free_nbytes < nbytes:
-                    use_first()  # rather than wait for what is being written
-                buffer = self.take(nbytes, "chunk in transit")
+            for chunk in in_turns(chunks, size, self._budget):
+                if chunk is None:
+                    use_first()
+                    continue
+                buffer = self.take(chunk.numel * size, "chunk in transit")
                 reading.append((chunk, buffer, Ticket.completed()))
                 reading[-1] = (chunk, buffer, read(chunk, buffer.memory))
-            while reading:
-                use_first()
         finally:
             for _, buffer, ticket in reading:
                 release_after(buffer, ticket)

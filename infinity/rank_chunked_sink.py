@@ -20,13 +20,14 @@ class ChunkedRankGradientSink(PassingGradientSink, RankGradientSink):
     """Parts as in both."""
 
     def _open_arriving(self, group: FlatGroup, *, in_parts: bool) -> GroupGradient:
-        is_whole = self._way(group) is None
-        return super()._open_arriving(group, in_parts=in_parts) if is_whole else self._open_passing(group)
+        if self._passing(group) is not None:
+            return self._open_passing(group)
+        return super()._open_arriving(group, in_parts=in_parts)
 
     def _keep(
         self, gradient: GroupGradient, block: DeviceBlock, average: torch.Tensor, offset_nbytes: int
     ) -> list[Fence]:
-        chunks = self._way(gradient.group)
+        chunks = self._passing(gradient.group)
         if chunks is None:
             return super()._keep(gradient, block, average, offset_nbytes)
         sums = SquareSums(gradient.group) if self.wants_norms else None

@@ -18,6 +18,7 @@ import torch
 from infinity.away_gradients import ShardedGradient
 from infinity.devices.base import DeviceBlock, Fence
 from infinity.gradient_sink import GradientSink
+from infinity.gradient_ways import GradientWay
 from infinity.gradients import GRAD_DTYPE, GroupGradient, ReadPart
 from infinity.groups import FlatGroup
 from infinity.layout import Chunk
@@ -59,7 +60,7 @@ class RankGradientSink(GradientSink):
     ) -> None:
         """Announce a gradient; `join` brings this rank's span of the average to host memory."""
         # What can go wrong goes wrong before others wait for this rank.
-        gradient = self._open_arriving(group, in_parts=is_final and self._comes_in_parts(group))
+        gradient = self._open_arriving(group, in_parts=self._comes_in_parts(group, is_final=is_final))
         block = self._blocks.allocate(group.layout.numel * GRAD_DTYPE.itemsize, f"reduction of {group.key}")
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -85,8 +86,7 @@ class RankGradientSink(GradientSink):
             flat: this rank's contribution, fp32 on the device; None when it has none.
             is_complete: nothing more will come of this backward, from any rank.
         """
-        in_parts = is_complete and self._comes_in_parts(group)
-        gradient = self._open_arriving(group, in_parts=in_parts)
+        gradient = self._open_arriving(group, in_parts=self._comes_in_parts(group, is_final=is_complete))
         if is_complete and self.agrees_early:
             present = self._lockstep.exchange(torch.tensor(gradient.present, dtype=torch.uint8)).amax(0)
             gradient.present[:] = [bool(there) for there in present]
@@ -120,6 +120,9 @@ class RankGradientSink(GradientSink):
         self._watch(gradient, fences)
         self._blocks.free_left()
         self.settle(group)
+
+    def _comes_in_parts(self, group: FlatGroup, *, is_final: bool) -> bool:
+        return self._way(group, is_whole=True, is_final=is_final) is GradientWay.IN_PARTS
 
     def _open_arriving(self, group: FlatGroup, *, in_parts: bool) -> GroupGradient:
         """The gradient of which a part of an average comes, with memory for it, unless that comes in parts as well."""

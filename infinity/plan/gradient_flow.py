@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from infinity.config import Schedule
 from infinity.gradient_parts import parts_of
+from infinity.gradient_spill import read_back_early
+from infinity.gradient_ways import GradientWay, GradientWays
 from infinity.gradients import GroupGradient, gradient_key, gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
@@ -27,6 +29,7 @@ class GradientFlow:
         self, scenario: Scenario, machinery: Machinery, device: DeviceMemory, passage: PassageFlow, time: ThreadTime
     ) -> None:
         self._scenario = scenario
+        self._ways = GradientWays.under(scenario.placement)
         self._passage = passage
         self._machinery = machinery
         self._device = device
@@ -41,25 +44,22 @@ class GradientFlow:
         if group.index not in self._device.gradients:
             self._device.gradients[group.index] = await self._device.allocate(group, gradient_key(group))
         gradient = self._gradients.get(group.index)
-        transit, nbytes = self._machinery.transit, gradient_nbytes(group)
-        is_away = gradient is not None and gradient.is_spilled and gradient.block is None
-        is_chunked = group.index in self._scenario.placement.chunked
-        if gradient is not None and is_away and not is_chunked and transit.free_nbytes >= 2 * nbytes:
-            reservation = transit.try_reserve(nbytes, gradient_key(group))
-            if reservation is not None:
-                gradient.block = HostBlock.take(self._machinery.pool, reservation, gradient_key(group))
-                gradient.submit_read_back(self.step, Priority.READ_AHEAD)
+        if gradient is not None and group.index not in self._ways.chunked:
+            read_back_early(gradient, self._machinery.transit, self._machinery.pool, self.step)
 
     async def harvest(self, group: FlatGroup) -> None:
         """A backward has made it."""
-        machinery = self._machinery
-        if self._passes(group):
+        gradient = self._gradients.get(group.index)
+        way = self._ways.of(group.index, gradient, is_whole=True, is_final=True, is_measured=False)
+        if way is GradientWay.IN_CHUNKS:
             await self._take_down_in_chunks(group)
-            return
-        if self._comes_in_parts(group):
+        elif way is GradientWay.IN_PARTS:
             await self._take_down_in_parts(group)
-            return
-        gradient = await self._open(group)
+        else:
+            await self._take_down_whole(group)
+
+    async def _take_down_whole(self, group: FlatGroup) -> None:
+        machinery, gradient = self._machinery, await self._open(group)
         fence = machinery.completed
         if self._scenario.speeds.is_async:
             fence = machinery.download(group)
@@ -68,9 +68,9 @@ class GradientFlow:
             await self._time.spend(machinery.gradient_copy_s(group), "download")
         self._device.retire(group.index, fence)
         gradient.present[:] = [True] * len(gradient.present)
-        if group.index in self._scenario.placement.lasting_gradients:
+        if group.index in self._ways.lasting:
             gradient.is_spilled = False
-        elif group.index in self._scenario.placement.spilled_gradients:
+        elif group.index in self._ways.spilled:
             with self._time.stalled(StallCause.LINK):
                 await fence
             self._spill(gradient)
@@ -87,18 +87,8 @@ class GradientFlow:
 
     def spill_kept(self) -> None:
         """A forward begins after another backward: gradients that waited for a step make room."""
-        for index in sorted(self._scenario.placement.lasting_gradients & self._gradients.keys()):
+        for index in sorted(self._ways.lasting & self._gradients.keys()):
             self._spill(self._gradients[index])
-
-    def _passes(self, group: FlatGroup) -> bool:
-        """Whether the gradient goes to the swap file in chunks; see [Note: passing gradients] in chunked_sink.py."""
-        placement, is_new = self._scenario.placement, group.index not in self._gradients
-        leaves = group.index in placement.spilled_gradients - placement.lasting_gradients
-        return group.index in placement.chunked or (leaves and is_new)
-
-    def _comes_in_parts(self, group: FlatGroup) -> bool:
-        """Whether its memory comes in parts; see [Note: gradients in parts] in gradient_parts.py."""
-        return self._scenario.is_overlapped and group.index not in self._gradients
 
     async def _take_down_in_parts(self, group: FlatGroup) -> None:
         machinery, key = self._machinery, gradient_key(group)
@@ -142,7 +132,7 @@ class GradientFlow:
         if gradient is None:
             gradient = self._gradients[group.index] = GroupGradient(group, machinery.store)
         if gradient.block is None:
-            is_spilled = group.index in self._scenario.placement.spilled_gradients
+            is_spilled = group.index in self._ways.spilled
             budget = machinery.transit if is_spilled else machinery.gradients
             reservation = budget.request(nbytes, gradient_key(group))
             is_awaited = not is_spilled and not reservation.done

@@ -11,7 +11,7 @@ from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk, FlatSpan
 from infinity.observe.stalls import StallCause
-from infinity.passage import release_after
+from infinity.passage import in_turns, release_after
 from infinity.plan.machinery import Machinery
 from infinity.plan.scenario import Scenario
 from infinity.plan.thread_time import ThreadTime
@@ -33,10 +33,11 @@ class PassageFlow:
         """Bring a shard to the device."""
         size, room = group.shard_dtype.itemsize, self._machinery.passage
         reading: deque[tuple[HostBlock, Ticket, int]] = deque()
-        for chunk in self._chunks(group, group.param_span, self._numel):
-            nbytes = chunk.numel * size
-            while reading and room.free_nbytes < nbytes:
+        for chunk in in_turns(self._chunks(group, group.param_span, self._numel), size, room):
+            if chunk is None:
                 await self._upload_first(group, reading)
+                continue
+            nbytes = chunk.numel * size
             buffer = await self._take(room, nbytes)
             ticket = self._machinery.store.submit_read(
                 group.key,
@@ -46,8 +47,6 @@ class PassageFlow:
                 tag=TrafficTag("param", step),
             )
             reading.append((buffer, ticket, nbytes))
-        while reading:
-            await self._upload_first(group, reading)
 
     async def _upload_first(self, group: FlatGroup, reading: deque[tuple[HostBlock, Ticket, int]]) -> None:
         buffer, ticket, nbytes = reading.popleft()

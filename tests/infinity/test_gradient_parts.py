@@ -11,7 +11,6 @@ import torch
 
 import infinity
 from infinity.gradient_parts import parts_of
-from infinity.gradient_sink import GradientSink
 from infinity.gradients import GRAD_DTYPE, GroupGradient
 from infinity.released import set_fresh_grad
 from tests.conftest import MakeEngine
@@ -24,8 +23,8 @@ from tests.zoo import Net
 class PartsBench(Bench):
     """As `Bench`, where an update follows every gradient at once."""
 
-    def make_sink(self, **parts: Any) -> GradientSink:
-        return GradientSink(part_numel=CHUNK_NUMEL, **parts)
+    def __init__(self, held_nbytes: int, **settings: Any) -> None:
+        super().__init__(held_nbytes, part_numel=CHUNK_NUMEL, **settings)
 
 
 @pytest.fixture

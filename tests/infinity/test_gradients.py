@@ -19,6 +19,7 @@ from infinity.errors import DeviceOutOfMemoryError
 from infinity.gradient_blocks import GradientBlocks
 from infinity.gradient_sink import GradientSink
 from infinity.gradient_spill import GradientSpill
+from infinity.gradient_ways import GradientWays
 from infinity.gradients import gradient_nbytes
 from infinity.groups import FlatGroup
 from infinity.observe.stalls import StallCause, StallClock
@@ -60,7 +61,9 @@ class Bench:
         transit_nbytes: int = 0,
         n_spilled: int = 0,
         lasting: frozenset[int] = frozenset(),
+        part_numel: int | None = None,
     ) -> None:
+        ways = GradientWays(frozenset(range(n_spilled)), lasting, part_numel=part_numel)
         self.pool = HostPool(1 << 20)
         self.held = TierBudget("held", held_nbytes)
         self.device = CpuDevice(1 << 20)
@@ -75,7 +78,7 @@ class Bench:
         self.sink = self.make_sink(
             device=self.device,
             pool=self.pool,
-            spill=GradientSpill(store, self.stalls, frozenset(range(n_spilled)), self.made_room.append, lasting),
+            spill=GradientSpill(store, self.stalls, ways, self.made_room.append),
             held=self.held,
             transit=TierBudget("transit", transit_nbytes),
             updates_in_flight=self._updates_in_flight,

@@ -87,7 +87,6 @@ class PassingBench(Bench):
         return ChunkedGradientSink(
             passage=passage(TierBudget("passage", 0)),
             whole_passage=passage(parts["transit"]),
-            chunked=frozenset(),
             **parts,
         )
 
