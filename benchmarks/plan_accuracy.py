@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -44,7 +45,7 @@ from storage.backends.throttled import Throttle, ThrottledBackend
 SHAPES = (GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64), GptShape(12, 448, 8, 64))
 SCHEDULES = ("synchronous", "overlapped", "deferred")
 RATES = ((200e6, 130e6), (400e6, 260e6))  # throttles: read and write, bytes/s of one drive
-_THROTTLED_STEPS = 4  # the throttle gives their time, so they are alike
+_LEAST_STEPS, _LEAST_S = 4, 3.0  # of a run that is measured, after its first two steps
 _DEVICE_BUDGET, _HOST_SHARE = "32MiB", 0.35  # of the state in host memory
 
 
@@ -101,7 +102,7 @@ class Case:
     rates: tuple[float, float] | None
 
 
-def measure(case: Case, calibration: Calibration, root: Path, steps: int) -> tuple[float, float]:
+def measure(case: Case, calibration: Calibration, root: Path) -> tuple[float, float]:
     """Seconds of a step, as predicted before the run starts, and as measured without its first two steps."""
     throttle, expected = None, calibration
     if case.rates is not None:
@@ -111,7 +112,8 @@ def measure(case: Case, calibration: Calibration, root: Path, steps: int) -> tup
     with opened(case.shape, case.schedule, folders, throttle) as engine:
         scenario = scenario_of_run(engine._runtime, expected, micro_batches=1, recompute=False)
         predicted_s = simulate(scenario).step_s
-        return predicted_s, median_step_s(run(engine, steps).moments[2:])
+        steps = max(_LEAST_STEPS, math.ceil(_LEAST_S / predicted_s))  # else a moment's disturbance is most of it
+        return predicted_s, median_step_s(run(engine, 2 + steps).moments[2:])
 
 
 def _throttled(case: Case, real: DriveModel) -> DriveModel:
@@ -140,19 +142,24 @@ def row_of(case: Case, pairs: list[tuple[float, float]]) -> dict[str, Any]:
 
 
 def rows_of(shape: GptShape, rounds: dict[str, int], root: Path, steps: int) -> Iterator[dict[str, Any]]:
-    """Every case of one model size. `rounds`: by kind of drives; a kind that is not named does not run."""
+    """Every case of one model size.
+
+    Args:
+        rounds: by kind of drives; a kind that is not named does not run.
+        steps: of the runs from which a calibration is fitted.
+    """
     found: dict[Case, list[tuple[float, float]]] = {}
     for _ in range(rounds.get("real", 0)):
         for schedule in SCHEDULES:
             calibration = calibrate(shape, root, steps)
             case = Case(shape, schedule, 1, None)
-            found.setdefault(case, []).append(measure(case, calibration, root, steps))
+            found.setdefault(case, []).append(measure(case, calibration, root))
     for _ in range(rounds.get("throttled", 0)):
         for schedule in SCHEDULES:
             calibration = calibrate(shape, root, steps)
             for rates, count in itertools.product(RATES, (1, 2)):
                 case = Case(shape, schedule, count, rates)
-                found.setdefault(case, []).append(measure(case, calibration, root, _THROTTLED_STEPS))
+                found.setdefault(case, []).append(measure(case, calibration, root))
     yield from (row_of(case, pairs) for case, pairs in found.items())
 
 
@@ -160,7 +167,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=made_folder)
     parser.add_argument("--json", type=result_file)
-    parser.add_argument("--steps", type=at_least(4), default=8, help="of a run on the drive as it is")
+    longest = "of the runs that the largest model is calibrated from; smaller ones make more"
+    parser.add_argument("--steps", type=at_least(4), default=8, help=longest)
     parser.add_argument("--rounds", type=at_least(1), default=5, help="of runs on the drive as it is")
     throttled = "of runs on throttled drives, which vary less"
     parser.add_argument("--throttled-rounds", type=at_least(1), default=3, help=throttled)
@@ -178,7 +186,9 @@ def main() -> None:
         for number in range(2):
             (root / f"drive{number}").mkdir()
         for shape in SHAPES:
-            rows += rows_of(shape, rounds, root, options.steps)
+            # Steps of small models are short: more of them, so that a moment's disturbance is not most of a run.
+            longer = math.sqrt(SHAPES[-1].parameters / shape.parameters)
+            rows += rows_of(shape, rounds, root, round(options.steps * longer))
     errors = [abs(row["error"]) for row in rows]
     result = {
         "machine": describe_machine(),

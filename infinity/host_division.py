@@ -39,6 +39,7 @@ _TARGET_CHUNK_NBYTES = 16 * MIB
 _TARGET_PASSAGE_NBYTES = 4 * MIB
 _PIPELINE_DEPTH = 3
 _PARTS_FOR_DRIVES = 2  # of such a chunk, where there are several drives
+_LEAST_PART_NUMEL = 1 << 18  # elements of such a part: hand-overs of smaller ones cost more than their order gains
 _SMALL_PART = 8  # small groups take at most one part in so many of what a step needs at least
 _GRADIENTS_AHEAD = 4  # gradients of so many units wait for their updates, so that backward does not wait for these
 
@@ -279,8 +280,9 @@ class HostDivision:
         self.pipeline_nbytes = min(
             wanted_nbytes, depth_nbytes * self._largest_chunk(), self.pipeline_nbytes + spare_nbytes
         )
-        parts = _PARTS_FOR_DRIVES if self._request.n_drives > 1 else 1
-        wanted_numel = self.pipeline_nbytes // (parts * depth_nbytes)
+        wanted_numel = self.pipeline_nbytes // depth_nbytes
+        if self._request.n_drives > 1:
+            wanted_numel = max(wanted_numel // _PARTS_FOR_DRIVES, min(wanted_numel, _LEAST_PART_NUMEL))
         self.chunk_numel = max(self.chunk_numel, align_down(wanted_numel, SHARD_ALIGN_NUMEL))
 
     def _lengthen_passage(self) -> None:

@@ -26,6 +26,7 @@ from infinity.cli.bench_options import StepOptions
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_json
 from infinity.cli.loop import BETAS, WEIGHT_DECAY, accumulate_gradients, batches_of, load_training_text
+from infinity.cli.memory import check_activations
 from infinity.cli.settings import RunSettings, resolve
 from infinity.cli.train_options import TrainOptions
 from infinity.data.batches import Batches
@@ -65,6 +66,7 @@ def run(options: StepOptions) -> None:
 def measure(settings: RunSettings, *, rounds: int, compares_plain: bool) -> dict[str, Any]:
     """Steps and each resource alone, in turns."""
     training, result = settings.training, StepResult()
+    check_activations(training)
     batches = batches_of(training, load_training_text(training))
     with ExitStack() as stack:
         directories = stack.enter_context(swap_directories(settings.config.nvme.paths))

@@ -32,9 +32,11 @@ import torch
 from infinity.cli.settings import Training
 from infinity.config import Precision, StateFormat
 from infinity.devices.cpu import has_fast_bf16
+from infinity.errors import ConfigError
 from infinity.models.gpt import VOCABULARY, Gpt, GptShape
 from infinity.optim.kernel_threads import KernelThreads
 from infinity.optim.kernels import kernel_for
+from infinity.sizes import format_nbytes
 
 _SAVED_PER_CHANNEL = 20  # of a block: residuals 2, norms 2, qkv 3, attention 2, MLP 8, and their small change
 _BACKWARD_PER_CHANNEL = 16  # gradients of a block on their way: MLP 8, qkv 3, residuals 2, and copies of them
@@ -77,6 +79,25 @@ def activation_nbytes(training: Training) -> int:
     kept = shape.layers + _SAVED_PER_CHANNEL if training.recompute else shape.layers * _SAVED_PER_CHANNEL
     values = (kept + _BACKWARD_PER_CHANNEL + _OUTSIDE_PER_CHANNEL) * shape.hidden
     return 4 * tokens * (values + _LOGITS_COPIES * VOCABULARY)
+
+
+def check_activations(training: Training) -> None:
+    """Refuse a batch whose activations this machine's memory could not hold with recomputation either.
+
+    Raises:
+        ConfigError: with the arithmetic.
+    """
+    if training.uses_cuda:
+        return
+    at_once = -(-training.batch // training.micro_batches)
+    need = activation_nbytes(replace(training, batch=at_once, recompute=True))
+    have = int(psutil.virtual_memory().available)
+    if need > have:
+        raise ConfigError(
+            f"activations of {at_once} x {training.shape.seq} tokens at once need at least {format_nbytes(need)}, but "
+            f"{format_nbytes(have)} are available here. Take a smaller --batch: as many tokens in a step come from a "
+            "larger --accumulate, with the same gradients"
+        )
 
 
 def large_nbytes(training: Training) -> int:

@@ -15,7 +15,7 @@ from infinity.cli import baseline
 from infinity.cli.console import make_console
 from infinity.cli.files import check_files, write_text
 from infinity.cli.loop import load_training_text
-from infinity.cli.memory import map_large_blocks, rss_bytes, warm_up
+from infinity.cli.memory import check_activations, map_large_blocks, rss_bytes, warm_up
 from infinity.cli.offloaded import OffloadedRun, train_offloaded
 from infinity.cli.ranks import this_job
 from infinity.cli.recording import Recording
@@ -47,6 +47,7 @@ def train(options: TrainOptions) -> None:
     _check_outputs(options)
     _check_resume(settings)
     _check_save(options)
+    check_activations(settings.training)
     if options.baseline:
         baseline.check_memory(settings.training)
     recording = Recording(options.record, options.json)

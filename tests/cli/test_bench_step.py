@@ -78,3 +78,9 @@ def test_reads_and_writes_are_spread_evenly() -> None:
     assert operations.count(Op.READ) == 6
     assert all(operations[start : start + 3].count(Op.WRITE) == 1 for start in (0, 3, 6))
     assert _mixed(0, 0) == []
+
+
+def test_a_batch_beyond_memory_is_told_before_anything_runs(tmp_path: Path) -> None:
+    code, _, error = call("bench", "step", *SMALL, "--nvme", tmp_path, "--batch", "999999999")
+    assert code == 2
+    assert "are available here. Take a smaller --batch" in error

@@ -86,6 +86,8 @@ def test_help_does_not_import_torch() -> None:
         (["--schedule", "overlapped", "--accumulate", "2"], "contradicts --accumulate"),
         (["--schedule", "overlapped", "--clip", "1"], "contradicts --clip"),
         (["--clip", "0"], "greater than 0"),
+        (["--batch", "999999999"], "activations of 999999999 x"),
+        (["--batch", "9" * 60, "--micro-batches", "9"], "Take a smaller --batch"),
         (["--io-timeout", "0"], "io_timeout_s"),
         (["--config", "missing.toml"], "cannot be read"),
         (["--data", "missing"], "no such file"),

@@ -242,6 +242,19 @@ def test_more_memory_is_never_used_worse(request: Request, data: st.DataObject) 
         assert less.host_minimum_nbytes == more.host_minimum_nbytes
 
 
+@pytest.mark.parametrize(("width", "is_finer"), [(200, False), (1600, True)])
+def test_several_drives_have_finer_chunks_where_these_stay_long(width: int, *, is_finer: bool) -> None:
+    """Short ones cost more in hand-overs than their order on the drives gains."""
+    request = request_of(Stack([width] * 4, tied=False, frozen=0, nested=False))
+    whole, _ = minima(request)
+    for times in (1.0, 1.5):
+        at = replace(request, host_budget_nbytes=int(whole * times))
+        one, two = (make_placement(replace(at, n_drives=n_drives)) for n_drives in (1, 2))
+        assert one.pipeline_nbytes == two.pipeline_nbytes
+        assert two.chunk_numel >= min(one.chunk_numel, 1 << 18)
+        assert (two.chunk_numel < one.chunk_numel) == is_finer
+
+
 def test_small_groups_come_before_gradients_of_others() -> None:
     """Where first values need most of the memory, there is less than small groups need beside the gradients."""
     with torch.device("meta"):
