@@ -193,6 +193,7 @@ def main() -> None:
     result = {
         "machine": describe_machine(),
         "torch": torch.__version__,
+        "calibration_steps": options.steps,
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
         "elapsed_s": round(time.perf_counter() - started_s, 1),

@@ -15,18 +15,21 @@ class GradientWay(Enum):
 
     WHOLE = "whole"
     IN_PARTS = "in parts"  # used up part by part; see [Note: gradients in parts] in gradient_parts.py
-    IN_CHUNKS = "in chunks"  # passes it, to the swap file; see [Note: passing gradients] in chunked_sink.py
+    # It passes host memory, to the swap file: that of the passage if its group is chunked, else the transit. See
+    # [Note: passing gradients] in chunked_sink.py.
+    IN_CHUNKS = "in chunks"
 
 
 @dataclass(frozen=True, slots=True)
 class GradientWays:
-    """Of the gradients of a run.
+    """Which gradients of a run go which way.
 
     Attributes:
         spilled: indices of the groups whose gradients wait in the swap file whenever they are not used.
         lasting: of those, the ones that stay in host memory from the last backward to the update.
         chunked: indices of the groups that are never in host memory whole.
-        part_numel: elements of an optimizer chunk, where updates begin as soon as their gradients are complete.
+        part_numel: elements of a part of a gradient that comes in parts; None where none does, because updates wait for
+            the end of backward.
     """
 
     spilled: frozenset[int] = frozenset()
@@ -38,10 +41,10 @@ class GradientWays:
     def under(cls, placement: Placement) -> GradientWays:
         """Those of a placement."""
         return cls(
-            placement.spilled_gradients,
-            placement.lasting_gradients,
-            placement.chunked,
-            placement.chunk_numel if placement.schedule is Schedule.OVERLAPPED else None,
+            spilled=placement.spilled_gradients,
+            lasting=placement.lasting_gradients,
+            chunked=placement.chunked,
+            part_numel=placement.chunk_numel if placement.schedule is Schedule.OVERLAPPED else None,
         )
 
     def of(
@@ -52,7 +55,7 @@ class GradientWays:
         Args:
             gradient: what is there of it already.
             is_whole: all of it arrives at once.
-            is_final: nothing more will come of this backward.
+            is_final: nothing more will come of this backward. No matter for what passes in chunks.
             is_measured: it is to be looked at in host memory, for norms or for overflows.
         """
         if index in self.chunked:

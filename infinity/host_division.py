@@ -262,7 +262,7 @@ class HostDivision:
         self.gradients_nbytes = self._grown(self.gradients_nbytes, most_nbytes)
 
     def _deepen_pipeline(self) -> None:
-        """Room for several chunks at a time, then for larger ones; with several drives for more of them before that.
+        """Room for several chunks at a time, then for larger ones; with several drives for more that are not too short.
 
         A chunk's record mostly lies on one drive. Few chunks at a time may all lie on one, and whether they do changes
         with their length.

@@ -39,7 +39,7 @@ def release_after(block: HostBlock, transfer: Ticket) -> None:
     transfer.add_done_callback(lambda _: block.release())
 
 
-def in_turns(chunks: Iterable[Chunk], itemsize: int, budget: TierBudget) -> Iterator[Chunk | None]:
+def reads_and_uses(chunks: Iterable[Chunk], itemsize: int, budget: TierBudget) -> Iterator[Chunk | None]:
     """What is to be done next: read a chunk, or (None) use the first of those that are being read.
 
     As many are read beside the one that is used as there is room for.
@@ -152,7 +152,7 @@ class Passage:
             buffer.release()
 
         try:
-            for chunk in in_turns(chunks, size, self._budget):
+            for chunk in reads_and_uses(chunks, size, self._budget):
                 if chunk is None:
                     use_first()
                     continue

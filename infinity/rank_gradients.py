@@ -122,6 +122,7 @@ class RankGradientSink(GradientSink):
         self.settle(group)
 
     def _comes_in_parts(self, group: FlatGroup, *, is_final: bool) -> bool:
+        """Whether an average does, which is always of the whole gradient."""
         return self._way(group, is_whole=True, is_final=is_final) is GradientWay.IN_PARTS
 
     def _open_arriving(self, group: FlatGroup, *, in_parts: bool) -> GroupGradient:

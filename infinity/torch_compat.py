@@ -305,8 +305,10 @@ def holders_are_told_apart() -> bool:
     Tried on a thread of its own: here hooks for saved tensors, such as those of a checkpoint, may see what a graph
     saves, and hold it.
     """
+    if not hasattr(Tensor, "_use_count"):
+        return False
     with ThreadPoolExecutor(1) as elsewhere:
-        return hasattr(Tensor, "_use_count") and elsewhere.submit(_can_tell_holders).result()
+        return elsewhere.submit(_can_tell_holders).result()
 
 
 def _can_tell_holders() -> bool:

@@ -82,7 +82,10 @@ def activation_nbytes(training: Training) -> int:
 
 
 def check_activations(training: Training) -> None:
-    """Refuse a batch whose activations this machine's memory could not hold with recomputation either.
+    """Refuse a batch that this machine could not train with any setting, before anything runs.
+
+    Counted is what no setting does without: one block's values for its backward, 2 bytes each, and two copies of the
+    logits. What lies between blocks may be recomputed, or go to the swap files.
 
     Raises:
         ConfigError: with the arithmetic.
@@ -90,13 +93,14 @@ def check_activations(training: Training) -> None:
     if training.uses_cuda:
         return
     at_once = -(-training.batch // training.micro_batches)
-    need = activation_nbytes(replace(training, batch=at_once, recompute=True))
-    have = int(psutil.virtual_memory().available)
+    per_token = _SAVED_PER_CHANNEL * training.shape.hidden + 2 * VOCABULARY
+    need = _LEAST_PER_VALUE * per_token * at_once * training.shape.seq
+    have = int(psutil.virtual_memory().available + psutil.swap_memory().free)
     if need > have:
         raise ConfigError(
-            f"activations of {at_once} x {training.shape.seq} tokens at once need at least {format_nbytes(need)}, but "
-            f"{format_nbytes(have)} are available here. Take a smaller --batch: as many tokens in a step come from a "
-            "larger --accumulate, with the same gradients"
+            f"activations of {at_once} x {training.shape.seq} tokens at once need more than {format_nbytes(need)}, but "
+            f"{format_nbytes(have)} are available here. Take a smaller --batch, or more --micro-batches; as many "
+            "tokens in a step come from a larger --accumulate too"
         )
 
 

@@ -208,7 +208,8 @@ def refuse_other_layout(run: StoredRun, layout: StoredLayout) -> None:
         if stored != now:
             raise CheckpointError(
                 f"the run in {run.path} was laid out with {what} {stored!r}, this engine with {now!r}; continue it "
-                "with the settings it was started with"
+                "with the settings it was started with. Another build of infinity may choose others: then save a "
+                "checkpoint there (engine.save), and load that here"
             )
     _refuse_other_groups(run, run.layout.groups, layout.groups)
 

@@ -50,6 +50,7 @@ class GradientFlow:
     async def harvest(self, group: FlatGroup) -> None:
         """A backward has made it."""
         gradient = self._gradients.get(group.index)
+        # Not measured: what a run that clips, or looks for overflows, does instead is not planned.
         way = self._ways.of(group.index, gradient, is_whole=True, is_final=True, is_measured=False)
         if way is GradientWay.IN_CHUNKS:
             await self._take_down_in_chunks(group)

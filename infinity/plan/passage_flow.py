@@ -11,7 +11,7 @@ from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
 from infinity.layout import Chunk, FlatSpan
 from infinity.observe.stalls import StallCause
-from infinity.passage import in_turns, release_after
+from infinity.passage import reads_and_uses, release_after
 from infinity.plan.machinery import Machinery
 from infinity.plan.scenario import Scenario
 from infinity.plan.thread_time import ThreadTime
@@ -33,7 +33,7 @@ class PassageFlow:
         """Bring a shard to the device."""
         size, room = group.shard_dtype.itemsize, self._machinery.passage
         reading: deque[tuple[HostBlock, Ticket, int]] = deque()
-        for chunk in in_turns(self._chunks(group, group.param_span, self._numel), size, room):
+        for chunk in reads_and_uses(self._chunks(group, group.param_span, self._numel), size, room):
             if chunk is None:
                 await self._upload_first(group, reading)
                 continue

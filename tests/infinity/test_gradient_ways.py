@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from infinity.config import Schedule
 from infinity.gradient_ways import GradientWay, GradientWays
 from infinity.gradients import GroupGradient
 from infinity.host_block import HostBlock
+from infinity.placement import make_placement
 from storage.budget import TierBudget
 from storage.pool import HostPool
 from tests.infinity.test_passing_gradients import NBYTES, wide
+from tests.infinity.test_placement import Stack, request_of, smallest_host_nbytes
 
 ARRIVAL = {"is_whole": True, "is_final": True, "is_measured": False}
 WAITS = GradientWays(spilled=frozenset({0, 1, 2}), lasting=frozenset({1}), chunked=frozenset({2}))
@@ -42,14 +47,27 @@ def test_way_of_a_new_gradient(ways: GradientWays, index: int, unlike: dict[str,
     assert ways.of(index, None, **arrival) is ways.of(index, nothing_yet, **arrival) is way
 
 
+def test_ways_under_a_placement() -> None:
+    request = request_of(Stack([40] * 4, tied=False, frozen=0, nested=False))
+    request = replace(request, host_budget_nbytes=smallest_host_nbytes(request) * 5 // 4)
+    for schedule in (Schedule.SYNCHRONOUS, Schedule.OVERLAPPED):
+        placement = make_placement(replace(request, schedule=schedule))
+        ways = GradientWays.under(placement)
+        assert ways.spilled == placement.spilled_gradients
+        assert ways.lasting == placement.lasting_gradients
+        assert ways.chunked == placement.chunked
+        assert ways.part_numel == (placement.chunk_numel if schedule is Schedule.OVERLAPPED else None)
+        assert ways.spilled if schedule is Schedule.SYNCHRONOUS else True
+
+
 @pytest.mark.parametrize("is_spilled", [True, False])
 def test_what_is_added_to_comes_whole_unless_it_never_does(*, is_spilled: bool) -> None:
-    pool, budget = HostPool(1 << 20), TierBudget("gradients", NBYTES)
-    gradient = GroupGradient(wide(0), None)
-    gradient.is_spilled = is_spilled
-    if not is_spilled:
-        gradient.block = HostBlock.take(pool, budget.request(NBYTES, "gradient"), "gradient")
-    assert WAITS.of(0, gradient, **ARRIVAL) is AT_ONCE.of(3, gradient, **ARRIVAL) is WHOLE
-    assert WAITS.of(2, gradient, **ARRIVAL) is IN_CHUNKS
-    gradient.release()
-    pool.close()
+    budget = TierBudget("gradients", NBYTES)
+    with closing(HostPool(1 << 20)) as pool:
+        gradient = GroupGradient(wide(0), None)
+        gradient.is_spilled = is_spilled
+        if not is_spilled:
+            gradient.block = HostBlock.take(pool, budget.request(NBYTES, "gradient"), "gradient")
+        ways = [ways.of(index, gradient, **ARRIVAL) for ways, index in ((WAITS, 0), (AT_ONCE, 3), (WAITS, 2))]
+        gradient.release()
+    assert ways == [WHOLE, WHOLE, IN_CHUNKS]
