@@ -186,7 +186,6 @@ def main() -> None:
         for number in range(2):
             (root / f"drive{number}").mkdir()
         for shape in SHAPES:
-            # Steps of small models are short: more of them, so that a moment's disturbance is not most of a run.
             longer = math.sqrt(SHAPES[-1].parameters / shape.parameters)
             rows += rows_of(shape, rounds, root, round(options.steps * longer))
     errors = [abs(row["error"]) for row in rows]

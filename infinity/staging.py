@@ -8,13 +8,12 @@ On a GPU the values would be others, because its random numbers are: there host 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from infinity.devices.base import Device, DeviceBlock
 from infinity.runtime import Runtime
+from storage.closing import Releasing
 from storage.pool import Lease
 
 LARGE_NBYTES = 256 << 10
@@ -31,7 +30,7 @@ def can_stage(device: Device) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Staged:
+class Staged(Releasing):
     """Memory for one parameter or group, as a 1-D tensor; given back at the end of its block.
 
     Attributes:
@@ -42,14 +41,6 @@ class Staged:
     device: Device
     lease: Lease | None = None
     block: DeviceBlock | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
     def release(self) -> None:
         """Give it back."""

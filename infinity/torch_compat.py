@@ -2,9 +2,9 @@
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache, partial, update_wrapper
@@ -22,6 +22,7 @@ from torch.utils import checkpoint
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_TRIAL_TIMEOUT_S = 30.0
 _COMPILER = "torch._dynamo"  # 70 MB, and a second to load: only who compiles needs it
 
 
@@ -303,12 +304,15 @@ def holders_are_told_apart() -> bool:
     """Whether it is known which holder of a tensor is code and which a graph.
 
     Tried on a thread of its own: here hooks for saved tensors, such as those of a checkpoint, may see what a graph
-    saves, and hold it.
+    saves, and hold it. Without an answer in time it is not known.
     """
     if not hasattr(Tensor, "_use_count"):
         return False
-    with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(_can_tell_holders).result()
+    found: list[bool] = []
+    trial = threading.Thread(target=lambda: found.append(_can_tell_holders()), name="infinity-trial", daemon=True)
+    trial.start()
+    trial.join(_TRIAL_TIMEOUT_S)
+    return found == [True]
 
 
 def _can_tell_holders() -> bool:

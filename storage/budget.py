@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from types import TracebackType
-from typing import Self
 
+from storage.closing import Releasing
 from storage.errors import CapacityError, ClosedError
 from storage.types import Ticket
 
 
-class Reservation(Ticket):
+class Reservation(Ticket, Releasing):
     """Bytes of a budget, or a place in its queue. Done once granted; give it back with `release`.
 
     One that leaves the queue ungranted completes with ClosedError, so that nobody waits for it for ever.
@@ -33,14 +32,6 @@ class Reservation(Ticket):
     def cancel(self) -> None:
         """The same as `release`, for a reservation that was not granted yet."""
         self._budget._release(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class TierBudget:

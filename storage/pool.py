@@ -19,13 +19,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from storage.align import PAGE_NBYTES, align_up
+from storage.closing import Releasing
 from storage.errors import ClosedError, PoolExhaustedError
 from storage.huge_pages import HUGE_NBYTES
 
@@ -71,25 +71,7 @@ class _Block:
         self.memory = memoryview(b"")
 
 
-class _Releasable:
-    """Given back at the end of its block."""
-
-    __slots__ = ()
-
-    def release(self) -> None:
-        """Give it back. Idempotent."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class Lease(_Releasable):
+class Lease(Releasing):
     """A block in somebody's hands. `memory` has exactly the bytes asked for."""
 
     __slots__ = ("_block", "_pool", "address", "memory", "nbytes", "owner")
@@ -129,7 +111,7 @@ class Lease(_Releasable):
             self._pool._take_back(block, self.owner)
 
 
-class Loan(_Releasable):
+class Loan(Releasing):
     """Memory that stays what it is until the loan is given back, whatever becomes of the lease; see [Note: loans]."""
 
     __slots__ = ("_block", "_pool", "memory")
