@@ -56,7 +56,7 @@ class PassingGradientSink(GradientSink):
         return self._gradients.setdefault(group.index, GroupGradient(group, self._spill.store))
 
     def _passing(self, group: FlatGroup, *, is_whole: bool = True) -> ChunkedGradients | None:
-        """What brings an arriving gradient down in chunks, final or not; None where it comes to host memory otherwise."""
+        """What brings an arriving gradient down in chunks, final or not; None where it comes otherwise."""
         if self._way(group, is_whole=is_whole, is_final=False) is not GradientWay.IN_CHUNKS:
             return None
         return self._chunks if self.is_chunked(group) else self._chunks_of_whole
