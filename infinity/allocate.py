@@ -32,6 +32,7 @@ from infinity.lockstep import Lockstep
 from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
+from infinity.optim.digesting import digests_of
 from infinity.optim.group_update import GroupUpdate
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
@@ -44,6 +45,7 @@ from infinity.readahead import ReadAhead
 from infinity.residency import HostCopy
 from infinity.runtime import Failure, Runtime
 from storage.budget import TierBudget
+from storage.checksums import Digests
 from storage.pool import HostPool
 from storage.store import ShardStore
 from storage.versioned import VersionedStore
@@ -237,7 +239,14 @@ def _pipeline(
         on_chunk=lambda name, start_s, duration_s: made.trace.add(name, "optimizer", start_s, duration_s),
         link=link,
         preserve=preserve,
+        digests=_digests(plan, made),
     )
+
+
+def _digests(plan: Blueprint, made: _Resources) -> Callable[[memoryview, int], Digests | None]:
+    if made.store is None or not made.store.notes_digests:
+        return lambda memory, start: None
+    return partial(digests_of, threads=plan.threads)
 
 
 def _note_copy(trace: Trace, copy: LinkCopy) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from storage.checksums import Digests
 from storage.ordering import KeyOrder, Operation
 from storage.types import Op, Priority, Ticket, TrafficTag
 
@@ -27,6 +28,22 @@ class Submit(Protocol):
     ) -> Ticket: ...
 
 
+class SubmitWrite(Protocol):
+    """As `Submit`, of a write, whose checksums may be known (see `storage.checksums.Digests`)."""
+
+    def __call__(
+        self,
+        key: str,
+        memory: memoryview,
+        *,
+        offset: int = 0,
+        priority: Priority = ...,
+        tag: TrafficTag,
+        payload_nbytes: int | None = None,
+        digests: Digests | None = None,
+    ) -> Ticket: ...
+
+
 class ShardIo(Protocol):
     """What the engine's policies ask of a store."""
 
@@ -34,7 +51,7 @@ class ShardIo(Protocol):
     def submit_read(self) -> Submit: ...
 
     @property
-    def submit_write(self) -> Submit: ...
+    def submit_write(self) -> SubmitWrite: ...
 
     @property
     def n_drives(self) -> int: ...
@@ -79,7 +96,7 @@ class SimulatedIo(ABC):
         return partial(self._submit, Op.READ, priority=Priority.READ_AHEAD)
 
     @property
-    def submit_write(self) -> Submit:
+    def submit_write(self) -> SubmitWrite:
         """As `storage.store.ShardStore.submit_write`."""
         return partial(self._submit, Op.WRITE, priority=Priority.WRITE)
 
@@ -104,6 +121,7 @@ class SimulatedIo(ABC):
         priority: Priority,
         tag: TrafficTag,
         payload_nbytes: int | None = None,
+        digests: Digests | None = None,
     ) -> Ticket:
         self._check_span(op, key, offset, offset + len(memory))
         payload_nbytes = len(memory) if payload_nbytes is None else payload_nbytes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from storage.align import is_aligned
 from storage.backends.cost import IoCost
-from storage.checksums import Checksum, KeyChecksums
+from storage.checksums import Checksum, Digests, KeyChecksums
 from storage.drives import Drive, StorageOptions, WrapBackend, open_drive
 from storage.errors import ClosedError
 from storage.held import HeldKey, HeldKeys
@@ -195,6 +195,11 @@ class ShardStore:
             self._space.let_go(number)
 
     @property
+    def notes_digests(self) -> bool:
+        """Whether writes note checksums, so that it is worth while to bring theirs along."""
+        return self._checksum is Checksum.XXH3
+
+    @property
     def room_nbytes(self) -> int:
         """Bytes that could be stored more, as far as the file systems and the budget tell."""
         with self._lock:
@@ -235,12 +240,24 @@ class ShardStore:
         priority: Priority = Priority.WRITE,
         tag: TrafficTag,
         payload_nbytes: int | None = None,
+        digests: Digests | None = None,
     ) -> Ticket:
         """Write page-aligned memory to a key, starting at `offset`; it must not change until the ticket is done.
 
         Arguments and errors are those of `submit_read`.
+
+        Args:
+            digests: of the memory, if they are known; nothing to a store without checksums.
+
+        Raises:
+            ValueError: the digests are of other bytes of the key.
         """
-        return self._submit(Op.WRITE, key, memory, offset, priority, tag, payload_nbytes)
+        if digests is not None and (digests.start, digests.stop) != (offset, offset + memory.nbytes):
+            raise ValueError(
+                f"digests of bytes {digests.start} to {digests.stop} for a write of {memory.nbytes} bytes at {offset} "
+                f"of key {key!r}"
+            )
+        return self._submit(Op.WRITE, key, memory, offset, priority, tag, payload_nbytes, digests)
 
     def promote(self, key: str) -> None:
         """Somebody waits for what is being moved of a key: it goes before all that nobody waits for.
@@ -295,6 +312,7 @@ class ShardStore:
         priority: Priority,
         tag: TrafficTag,
         payload_nbytes: int | None,
+        digests: Digests | None = None,
     ) -> Ticket:
         memory = as_pages(op, key, memory)
         nbytes = len(memory)
@@ -306,12 +324,12 @@ class ShardStore:
             entry = self._entry(key)
             check_span(key, entry.nbytes, offset, nbytes)
             self._operations.place_first(entry, operation)  # so that nothing has happened yet when there is no room
-            self._plan(entry, operation)
+            self._plan(entry, operation, digests)
             may_start = self._operations.admit(entry, operation)
         self._operations.run(entry, operation, may_start=may_start)
         return ticket
 
-    def _plan(self, entry: StoredKey, operation: Operation) -> None:
+    def _plan(self, entry: StoredKey, operation: Operation, digests: Digests | None) -> None:
         """Decide what an operation checks. Called in the order of submission."""
         if entry.checksums is not None:
-            operation.check = entry.checksums.plan(operation.op, operation.start, operation.memory)
+            operation.check = entry.checksums.plan(operation.op, operation.start, operation.memory, digests)

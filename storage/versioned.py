@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from storage.checksums import Checksum
+from storage.checksums import Checksum, Digests
 from storage.drives import StorageOptions, WrapBackend
 from storage.durable import open_durable_drive, open_folder
 from storage.errors import IoTimeoutError, StorageError, WriteError
@@ -393,8 +393,8 @@ class VersionedStore(ShardStore):
             self._operations.doubt_writes(keys, error)
             self._unsynced = Holds()
 
-    def _plan(self, entry: StoredKey, operation: Operation) -> None:
-        super()._plan(entry, operation)
+    def _plan(self, entry: StoredKey, operation: Operation, digests: Digests | None) -> None:
+        super()._plan(entry, operation, digests)
         if operation.op is Op.WRITE and operation.key not in self._volatile:
             self._changed.add(operation.key)
         if entry.checksums is not None and operation.check is not None:

@@ -11,8 +11,10 @@ from infinity.gradients import GroupGradient
 from infinity.optim.hyper import Hyper, Piece
 from infinity.optim.records import GroupState, Record
 from infinity.residency import HostCopy
+from infinity.shard_io import ShardIo
+from storage.checksums import Digests
 from storage.pool import Lease
-from storage.types import Ticket
+from storage.types import Ticket, TrafficTag
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,29 @@ class ChunkRun:
 
     record: Record
     parts: Sequence[ScaledPieces]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """What a chunk's update has changed of a stored key: bytes from `offset` on. `digests` are theirs, if known."""
+
+    key: str
+    kind: str
+    memory: memoryview
+    offset: int
+    payload_nbytes: int
+    digests: Digests | None = None
+
+    def submit(self, store: ShardIo, step: int) -> Ticket:
+        """Have it written."""
+        return store.submit_write(
+            self.key,
+            self.memory,
+            offset=self.offset,
+            tag=TrafficTag(self.kind, step),
+            payload_nbytes=self.payload_nbytes,
+            digests=self.digests,
+        )
 
 
 class CountDown:

@@ -26,13 +26,14 @@ from infinity.gradients import gradient_key
 from infinity.groups import FlatGroup
 from infinity.link import LinkPatience
 from infinity.optim.drive_turns import in_turns
-from infinity.optim.group_update import ChunkBuffers, ChunkRun, CountDown, GroupUpdate
+from infinity.optim.group_update import ChunkBuffers, ChunkRun, ChunkWrite, CountDown, GroupUpdate
 from infinity.optim.hyper import Kernel
 from infinity.optim.records import Record
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
 from infinity.shard_io import ShardIo
 from storage.budget import TierBudget
+from storage.checksums import Digests
 from storage.errors import ClosedError
 from storage.pool import HostPool
 from storage.types import Priority, Ticket, TrafficTag
@@ -50,6 +51,8 @@ class UpdatePipeline:
         on_failure: told about the first exception of an update, which is lost then.
         link: how long a gradient may take from the device.
         preserve: told, on the optimizer worker, the key of what lies in host memory for good before it changes.
+        digests: computes, on the optimizer worker, what the store notes of a write (of which bytes, and from where in
+            their key on), or nothing.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class UpdatePipeline:
         link: LinkPatience,
         on_chunk: Callable[[str, float, float], None] | None = None,
         preserve: Callable[[str], None] = lambda key: None,
+        digests: Callable[[memoryview, int], Digests | None] = lambda memory, start: None,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -76,6 +80,7 @@ class UpdatePipeline:
         self._on_chunk = on_chunk
         self._link = link
         self._preserve = preserve
+        self._digests = digests
         self._tasks: set[asyncio.Task[None]] = set()
         self._arriving: set[asyncio.Task[None]] = set()  # gradients of updates that nobody deferred
         self._unreleased: set[GroupUpdate] = set()  # lost, but their gradients may still come from the device
@@ -208,10 +213,10 @@ class UpdatePipeline:
                 await self._read(update, run.record, buffers)
             await asyncio.shield(arrival)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
+            writes = await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
             update.gradient.release_part(run.record.chunk)
             run.record.is_initialised = True
-            written = self._write(update, run.record, buffers)
+            written = self._write(update, run.record, writes)
             remaining.one_done()
             await written
 
@@ -254,8 +259,8 @@ class UpdatePipeline:
         # All of them, also when one fails: the memory is given back then, and nothing may be filling it any more.
         await Ticket.all_of(tickets, record.key)
 
-    def _compute(self, update: GroupUpdate, run: ChunkRun, buffers: ChunkBuffers) -> None:
-        """On the optimizer worker: one kernel call for one chunk."""
+    def _compute(self, update: GroupUpdate, run: ChunkRun, buffers: ChunkBuffers) -> list[ChunkWrite]:
+        """On the optimizer worker: one kernel call for one chunk; what it has changed in bytes that are stored."""
         started_s = time.perf_counter()
         record, chunk, group = run.record, run.record.chunk, update.state.group
         if record.lease is not None:
@@ -276,35 +281,30 @@ class UpdatePipeline:
             self._kernel.begin(param, state)
         for part in run.parts:
             self._kernel.update(param, grad, state, part.pieces, part.grad_scale)
+        writes = self._writes(update, record, buffers)
         self.chunks_done += 1
         if self._on_chunk is not None:
             self._on_chunk(record.key, started_s, time.perf_counter() - started_s)
+        return writes
 
-    def _write(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> Ticket:
-        store, chunk, group = self._store, record.chunk, update.state.group
-        tickets = []
-        if store is not None and record.is_stored:
-            tag = TrafficTag("state", update.step)
+    def _writes(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> list[ChunkWrite]:
+        """See [Note: digests while bytes are warm] in digesting.py."""
+        chunk, group, writes = record.chunk, update.state.group, []
+        if self._store is not None and record.is_stored:
             memory = record.lease.memory if record.lease is not None else buffers.record
-            tickets.append(store.submit_write(record.key, memory, tag=tag, payload_nbytes=record.payload_nbytes))
-        if store is not None and update.copy.is_stored and (buffers.has_param or not _is_small(group)):
-            place = group.in_shard(chunk)
-            param = buffers.param if buffers.has_param else None
-            tickets.append(self._write_params(store, update, place, chunk.payload_numel, param))
-        return Ticket.all_of(tickets, record.key)
+            digests = self._digests(memory, 0)
+            writes.append(ChunkWrite(record.key, "state", memory, 0, record.payload_nbytes, digests))
+        if self._store is not None and update.copy.is_stored and (buffers.has_param or not _is_small(group)):
+            place, size = group.in_shard(chunk), group.shard_dtype.itemsize
+            start, stop = place.start * size, place.stop * size
+            memory = buffers.param if buffers.has_param else update.copy.memory[start:stop]
+            digests = self._digests(memory, start)
+            writes.append(ChunkWrite(group.key, "param", memory, start, chunk.payload_numel * size, digests))
+        return writes
 
-    def _write_params(
-        self, store: ShardIo, update: GroupUpdate, place: slice, payload_numel: int, memory: memoryview | None = None
-    ) -> Ticket:
-        """Write a part of the shard, from `memory` or from the host copy."""
-        size, start = update.state.group.shard_dtype.itemsize, place.start
-        return store.submit_write(
-            update.state.group.key,
-            update.copy.memory[start * size : place.stop * size] if memory is None else memory,
-            offset=start * size,
-            tag=TrafficTag("param", update.step),
-            payload_nbytes=payload_numel * size,
-        )
+    def _write(self, update: GroupUpdate, record: Record, writes: Sequence[ChunkWrite]) -> Ticket:
+        tickets = [] if self._store is None else [one.submit(self._store, update.step) for one in writes]
+        return Ticket.all_of(tickets, record.key)
 
     def _write_small(self, update: GroupUpdate, runs: Sequence[ChunkRun]) -> list[Ticket]:
         """Write what chunks have changed in the copy of a small group: neighbours in one go."""
@@ -318,7 +318,17 @@ class UpdatePipeline:
                 before, numel = spans.pop()
                 place, payload_numel = slice(before.start, place.stop), numel + payload_numel
             spans.append((place, payload_numel))
-        return [self._write_params(store, update, place, payload_numel) for place, payload_numel in spans]
+        size = group.shard_dtype.itemsize
+        return [
+            ChunkWrite(
+                group.key,
+                "param",
+                update.copy.memory[place.start * size : place.stop * size],
+                place.start * size,
+                payload_numel * size,
+            ).submit(store, update.step)
+            for place, payload_numel in spans
+        ]
 
     def _computed(
         self, update: GroupUpdate, copy: HostCopy | None, runs: Sequence[ChunkRun], writes: list[Ticket]

@@ -22,6 +22,7 @@ from infinity.devices import cpu
 from infinity.observe.shortages import report_of
 from storage.backends.base import Backend
 from storage.backends.faulty import Fault, FaultyBackend
+from storage.backends.wrapper import BackendWrapper
 from storage.errors import (
     IntegrityError,
     IoError,
@@ -195,6 +196,47 @@ def test_a_checkpoint_brings_a_lost_step_back(
     gc.collect()  # the frames of the exceptions hold the graph of a backward that failed
     engine._runtime.gatherer.release_unviewed()
     nothing_gathered(engine)
+
+
+class _Disturbing(BackendWrapper):
+    """Changes a bit of what is to be written of some keys, as memory does that is faulty: before the drive has it."""
+
+    def __init__(self, inner: Backend, disturbs: Callable[[IoRequest], bool]) -> None:
+        super().__init__(inner)
+        self._disturbs = disturbs
+        self.count = 0
+
+    def submit(self, request: IoRequest) -> None:
+        if request.op is Op.WRITE and self._disturbs(request):
+            request.memory[len(request.memory) // 2] ^= 1
+            self.count += 1
+        super().submit(request)
+
+
+@pytest.mark.parametrize("schedule", ["overlapped", "deferred", "synchronous"])
+@pytest.mark.parametrize("disturbs", [_is("/state"), _is_param], ids=["state", "param"])
+def test_what_memory_loses_on_the_way_to_the_drive_is_told(
+    offload: MakeEngine, schedule: str, disturbs: Callable[[IoRequest], bool]
+) -> None:
+    """Checksums of updates are computed where their bytes are made."""
+    disturbed: list[_Disturbing] = []
+    is_on: list[bool] = []
+
+    def wrap(inner: Backend) -> Backend:
+        disturbed.append(_Disturbing(inner, lambda request: bool(is_on) and disturbs(request)))
+        return disturbed[-1]
+
+    model = build(partial(Net, width=256, hidden=1024))
+    budgets = {"host": {"budget": "16MiB"}, "device": {"kind": "cpu", "budget": "24MiB"}}
+    offload(model, schedule=schedule, wrap_backend=wrap, **budgets)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    one_step(model, optimizer, 0)
+    is_on.append(True)
+    with pytest.raises((IntegrityError, infinity.IterationError)) as told:
+        for number in range(1, 4):
+            one_step(model, optimizer, number)
+    assert sum(one.count for one in disturbed)
+    assert isinstance(told.value, IntegrityError) or isinstance(told.value.__cause__, IntegrityError)
 
 
 @pytest.mark.parametrize("is_everywhere", [True, False])
