@@ -54,7 +54,7 @@ def block_parts(start: int, stop: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def digest(memory: memoryview) -> int:
+def xxh3_of(memory: memoryview) -> int:
     """The xxh3 of bytes. Does not hold the GIL meanwhile."""
     return xxhash.xxh3_64_intdigest(memory)
 
@@ -83,7 +83,7 @@ class Digests:
     def of(cls, memory: memoryview, start: int) -> Digests:
         """Of bytes that will be written to a key from `start` on."""
         stop = start + len(memory)
-        return cls(start, stop, [digest(memory[a - start : b - start]) for a, b in block_parts(start, stop)])
+        return cls(start, stop, [xxh3_of(memory[a - start : b - start]) for a, b in block_parts(start, stop)])
 
 
 @dataclass(slots=True, eq=False)
@@ -283,7 +283,7 @@ class Check:
             self.give_up(cut, self._mismatch(span.start, span.stop, place))
             return
         for left in cut.leftovers:
-            left.digest = digest(content[left.start - span.start : left.stop - span.start])
+            left.digest = xxh3_of(content[left.start - span.start : left.stop - span.start])
 
     def give_up(self, cut: Cut, error: BaseException) -> None:
         """A cut span cannot be trusted, or not be read back: raised now, or to those who read what is left of it."""
@@ -300,7 +300,7 @@ class Check:
         return not missing
 
     def _hash(self, start: int, stop: int) -> int:
-        return digest(self._memory[start - self.start : stop - self.start])
+        return xxh3_of(self._memory[start - self.start : stop - self.start])
 
     def _note(self, number: int) -> None:
         spans = self.spans.get(number)

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from infinity.optim.kernel_threads import KernelThreads
-from storage.checksums import Digests, block_parts, digest
+from storage.checksums import Digests, block_parts, xxh3_of
 
 _LEAST_NBYTES = 4 << 20  # of a thread's share: 0.2 ms, several times what it costs to wake it
 
@@ -30,7 +30,7 @@ def digests_of(memory: memoryview, start: int, threads: KernelThreads) -> Digest
     def fill(first: int, last: int) -> None:
         for number in range(first, last):
             a, b = parts[number]
-            values[number] = digest(memory[a - start : b - start])
+            values[number] = xxh3_of(memory[a - start : b - start])
 
     count = max(1, min(threads.count, len(memory) // _LEAST_NBYTES))
     cuts = [number * len(parts) // count for number in range(count + 1)]
