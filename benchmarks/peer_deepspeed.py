@@ -7,7 +7,8 @@
 DeepSpeed runs in its own virtual environment, under a driver that takes --mode, --swap, --hidden, ... and prints one
 JSON object. Parameters and optimizer state are on NVMe on both sides. Within a round everything runs once, in turn, in
 a process of its own: DeepSpeed with and without its pipelined optimizer swap, infinity with moments in fp32, bf16 and
-int8 (the latter two rounded at random, the same in every run), and plain PyTorch. Figures are medians over rounds, with
+int8 (the latter two rounded at random, the same in every run), and without checksums of what it stores, which DeepSpeed
+has not; and plain PyTorch. Figures are medians over rounds, with
 the range; a run's figure is the median of its steps but the first. Speed is compared with the faster of DeepSpeed's
 settings, peak memory with that one and with the one that takes least. `--ladder` adds runs of infinity with moments in
 fp32 and these host budgets. `--activations recompute` lets infinity compute its units again in backward instead of
@@ -73,7 +74,7 @@ def train_ours(options: argparse.Namespace, shape: PeerShape, folder: Path) -> d
         schedule="overlapped",
         device={"kind": "cpu", "budget": options.device_budget},
         host={"budget": options.host_budget},
-        nvme={"paths": [folder]},
+        nvme={"paths": [folder], "checksum": options.checksum},
         activations={"policy": options.activations},
     )
     seconds, losses, moved = [], [], []
@@ -134,8 +135,9 @@ def cases(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[s
         finally:
             shutil.rmtree(swap, ignore_errors=True)
 
-    def ours(state_format: str, host_budget: str = options.host_budget) -> dict[str, Any]:
+    def ours(state_format: str, host_budget: str = options.host_budget, checksum: str = "xxh3") -> dict[str, Any]:
         given = {"size": options.size, "steps": options.steps, "directory": folder, "state-format": state_format}
+        given |= {"checksum": checksum}
         given |= {"host-budget": host_budget, "device-budget": options.device_budget}
         given |= {"activations": options.activations}
         command = [sys.executable, "-m", "benchmarks.peer_deepspeed", "--ours"]
@@ -144,6 +146,7 @@ def cases(options: argparse.Namespace, shape: PeerShape, folder: Path) -> dict[s
 
     found = {
         "infinity": partial(ours, "fp32"),
+        "infinity without checksums": partial(ours, "fp32", checksum="none"),
         "infinity bf16 moments": partial(ours, "bf16"),
         "infinity int8 moments": partial(ours, "int8"),
         **{f"infinity {budget}": partial(ours, "fp32", budget) for budget in options.ladder},
@@ -253,6 +256,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ladder", type=lambda text: text.split(","), default=[], help="more host budgets of infinity")
     parser.add_argument("--activations", choices=["none", "recompute"], default="none", help="of infinity")
     parser.add_argument("--state-format", default="fp32", help="with --ours")
+    parser.add_argument("--checksum", choices=["xxh3", "none"], default="xxh3", help="with --ours")
     parser.add_argument("--only", help="names of sides, with commas between them")
     parser.add_argument(
         "--jemalloc", type=Path, help="libjemalloc.so.2, to measure DeepSpeed with the least memory too"
