@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from infinity.errors import DeviceOutOfMemoryError
+from infinity.errors import DeviceOutOfMemoryError, cause_for
 from infinity.gather import UserHold
 from infinity.groups import FlatGroup
 from infinity.host_block import HostBlock
@@ -43,7 +43,8 @@ class ParameterAccess:
                 try:
                     gatherer.gather(group, hold, Phase.FORWARD)
                 except DeviceOutOfMemoryError as error:
-                    raise self._too_much(groups, number, error) from error
+                    explained = self._too_much(groups, number, error)
+                    raise explained from cause_for(explained, error)
                 held.append(group)
             with gatherer.kept.views.guarded_graphs():
                 yield

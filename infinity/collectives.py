@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from infinity.announcements import TELLS, record, refuse_mixed
 from infinity.bulletin import Bulletin
-from infinity.errors import RankError
+from infinity.errors import RankError, cause_for
 from infinity.layout import FlatSpan
 from infinity.ranks import Ranks
 from infinity.rendezvous import new_name
@@ -83,7 +83,8 @@ class Collectives:
         try:
             self._wait(self._channel.all_gather(everyone, mine))
         except RuntimeError as error:
-            raise self._explain(error) from error
+            explained = self._explain(error)
+            raise explained from cause_for(explained, error)
         return everyone.view(self.ranks.size, mine.numel())
 
     def announce(self, first: int, *numbers: int) -> torch.Tensor:
@@ -324,7 +325,8 @@ class Collectives:
             for work in start():
                 work.wait(*limit)
         except RuntimeError as error:
-            raise self._explain(error) from error
+            explained = self._explain(error)
+            raise explained from cause_for(explained, error)
 
     def _wait(self, work: dist.Work) -> None:
         """Wait in slices, looking in between whether somebody has left."""

@@ -53,3 +53,11 @@ class RankError(InfinityError):
 
 class IterationError(InfinityError):
     """The running step failed; what was computed for it is gone."""
+
+
+def cause_for(error: BaseException, caught: BaseException) -> BaseException | None:
+    """What an error is raised from that explains the one that was caught, or is it: none may be its own cause.
+
+    Whoever follows causes would never end.
+    """
+    return caught.__cause__ if error is caught else caught

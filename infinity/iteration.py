@@ -15,7 +15,7 @@ from infinity.config import DeviceKind
 from infinity.conversions import CONVERSIONS, keep_or_refuse
 from infinity.dtype_notes import note_dtypes
 from infinity.durable.journal import Journal
-from infinity.errors import DeviceOutOfMemoryError, IterationError, UnsupportedModelError
+from infinity.errors import DeviceOutOfMemoryError, IterationError, UnsupportedModelError, cause_for
 from infinity.graph_ages import GraphAges, refuse_create_graph
 from infinity.groups import FlatGroup, Unit
 from infinity.hooks import GraphTasks, watch_outputs
@@ -322,7 +322,8 @@ class Iteration:
             with self._runtime.trace.phase(group.key, "gather"):
                 return self._runtime.gatherer.gather(group, user, phase)
         except DeviceOutOfMemoryError as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            raise explained from cause_for(explained, error)
 
     def _expect_gradients(self, groups: Iterable[FlatGroup]) -> None:
         try:
@@ -330,7 +331,8 @@ class Iteration:
                 if group.trainable:
                     self._runtime.sink.expect(group)
         except DeviceOutOfMemoryError as error:
-            raise self._explained(error) from error
+            explained = self._explained(error)
+            raise explained from cause_for(explained, error)
 
     def _explained(self, error: DeviceOutOfMemoryError) -> DeviceOutOfMemoryError:
         """Say which budget works, when it is the way in which the model uses its units that needs more memory."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from storage.align import PAGE_NBYTES, align_up
+from storage.checksums import Digests
 from storage.errors import IoTimeoutError
 from storage.pool import HostPool
 from storage.store import ShardStore, StorageOptions
@@ -79,8 +80,11 @@ class StepTraffic:
             key = self._keys[numbers[op] % len(self._keys)]
             numbers[op] += 1
             memory = self._leases[number % _DEPTH].memory
-            submit = self._store.submit_read if op is Op.READ else self._store.submit_write
-            in_flight.append(submit(key, memory, tag=_TAG))
+            if op is Op.READ:
+                in_flight.append(self._store.submit_read(key, memory, tag=_TAG))
+            else:  # checksums on this thread, as updates compute theirs, and not on those that wait for the drive
+                digests = Digests.of(memory, 0) if self._store.notes_digests else None
+                in_flight.append(self._store.submit_write(key, memory, tag=_TAG, digests=digests))
         for ticket in in_flight:
             _finish(ticket)
 

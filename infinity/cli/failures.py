@@ -50,8 +50,9 @@ def _code_of(error: Exception) -> int:
 def _block(error: Exception, debug: bool) -> str:
     """The error and what caused it, a line or a paragraph each."""
     lines = [f"error: {_name(error)}{error}", *_notes(error)]
-    cause = error.__cause__
-    while cause is not None:
+    told, cause = {id(error)}, error.__cause__
+    while cause is not None and id(cause) not in told:
+        told.add(id(cause))
         lines += [f"  caused by {type(cause).__name__}: {cause}", *_notes(cause)]
         cause = cause.__cause__
     if not debug and _is_unexpected(error):

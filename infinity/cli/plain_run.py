@@ -72,7 +72,8 @@ def main() -> int:
 
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as result:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        torch.set_num_threads(given["threads"])
+        if torch.get_num_threads() != given["threads"]:  # asked for the same, MKL adds up in another order from then on
+            torch.set_num_threads(given["threads"])
         try:
             training = training_from_json(given["training"])
             map_large_blocks(training)

@@ -11,9 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import typer
 
 from infinity.cli import bench, main
 from infinity.cli.bench_options import StepOptions, TierArguments
+from infinity.cli.failures import reported
 from infinity.cli.files import check_files
 from infinity.cli.plan_options import PlanOptions
 from infinity.cli.train_options import TrainOptions
@@ -223,3 +225,12 @@ def test_the_shell_completes_commands() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | asked
     done = subprocess.run([installed], env=environment, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout.strip() == "migrate"
+
+
+@pytest.mark.timeout(60)
+def test_an_error_whose_causes_go_round_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    with pytest.raises(typer.Exit), reported(debug=False):
+        raise first
+    assert capsys.readouterr().err.count("first") == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +376,19 @@ def test_torchs_averaged_model_is_refused_with_a_way_out(offload: MakeEngine) ->
     offload(model)
     with pytest.raises(infinity.NotGatheredError, match="An average of the weights"):
         AveragedModel(model)
+
+
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_an_error_is_never_its_own_cause(offload: MakeEngine, is_explained: bool) -> None:
+    """The command line follows causes, and would not end."""
+    model = build(partial(Net, blocks=8, width=64, hidden=64))
+    offload(model, device={"kind": "cpu", "budget": "200KiB"}, schedule="synchronous")
+    held = [infinity.gathered(model.get_submodule(f"blocks.{number}")) for number in range(8)]
+    with ExitStack() as stack, pytest.raises(infinity.DeviceOutOfMemoryError) as full:
+        for one in [infinity.gathered(model)] if is_explained else held:
+            stack.enter_context(one)
+    causes, error = [], full.value
+    while error.__cause__ is not None and len(causes) < 10:
+        error = error.__cause__
+        causes.append(error)
+    assert len(causes) == is_explained
