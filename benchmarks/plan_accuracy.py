@@ -7,7 +7,7 @@ a slow minute of the machine or of a drive that others share meets calibrations 
 is the median of its rounds. In the same way every schedule runs on one and two throttled drives of two speeds,
 predicted from a calibration just before them and the speeds of the throttle, or what the real drive has for each. Real
 files, real threads. Torch and the optimizer compute with one thread each: a training run on a GPU does not compute with
-the cores that move its bytes either. The machine has to be quiet; it takes 25 minutes then.
+the cores that move its bytes either. The machine has to be quiet; it takes 25 to 40 minutes then.
 
     python benchmarks/plan_accuracy.py [DIRECTORY] [--json FILE] [--steps N] [--drives real,throttled]
         [--rounds N] [--throttled-rounds N]
