@@ -32,7 +32,7 @@ from infinity.lockstep import Lockstep
 from infinity.observe.inspection import Inspection
 from infinity.observe.stalls import StallClock
 from infinity.observe.trace import Trace
-from infinity.optim.digesting import digests_of
+from infinity.optim.digesting import digests_of, no_digests
 from infinity.optim.group_update import GroupUpdate
 from infinity.optim.pipeline import UpdatePipeline
 from infinity.optim.records import GroupState
@@ -245,7 +245,7 @@ def _pipeline(
 
 def _digests(plan: Blueprint, made: _Resources) -> Callable[[memoryview, int], Digests | None]:
     if made.store is None or not made.store.notes_digests:
-        return lambda memory, start: None
+        return no_digests
     return partial(digests_of, threads=plan.threads)
 
 

@@ -6,49 +6,45 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 from storage.checksums import Digests
 from storage.ordering import KeyOrder, Operation
 from storage.types import Op, Priority, Ticket, TrafficTag
 
 
-class Submit(Protocol):
-    """Submits a transfer between page-aligned memory and the bytes of a key; see `storage.store.ShardStore`."""
+class Transfer(TypedDict, total=False):
+    """What is said of a transfer; see `storage.store.ShardStore.submit_read`."""
 
-    def __call__(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = ...,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-    ) -> Ticket: ...
+    offset: int
+    priority: Priority
+    tag: Required[TrafficTag]
+    payload_nbytes: int | None
+
+
+class Write(Transfer, total=False):
+    """And of a write; see `storage.store.ShardStore.submit_write`."""
+
+    digests: Digests | None
+
+
+class SubmitRead(Protocol):
+    """Submits a read of bytes of a key into page-aligned memory."""
+
+    def __call__(self, key: str, memory: memoryview, **said: Unpack[Transfer]) -> Ticket: ...
 
 
 class SubmitWrite(Protocol):
-    """As `Submit`, of a write, whose checksums may be known (see `storage.checksums.Digests`)."""
+    """Submits a write of page-aligned memory to bytes of a key."""
 
-    def __call__(
-        self,
-        key: str,
-        memory: memoryview,
-        *,
-        offset: int = 0,
-        priority: Priority = ...,
-        tag: TrafficTag,
-        payload_nbytes: int | None = None,
-        digests: Digests | None = None,
-    ) -> Ticket: ...
+    def __call__(self, key: str, memory: memoryview, **said: Unpack[Write]) -> Ticket: ...
 
 
 class ShardIo(Protocol):
     """What the engine's policies ask of a store."""
 
     @property
-    def submit_read(self) -> Submit: ...
+    def submit_read(self) -> SubmitRead: ...
 
     @property
     def submit_write(self) -> SubmitWrite: ...
@@ -91,7 +87,7 @@ class SimulatedIo(ABC):
         return [operation.ticket.label for operation in self._submitted_s]
 
     @property
-    def submit_read(self) -> Submit:
+    def submit_read(self) -> SubmitRead:
         """As `storage.store.ShardStore.submit_read`."""
         return partial(self._submit, Op.READ, priority=Priority.READ_AHEAD)
 

@@ -8,8 +8,8 @@ program that always uses the same parts of a key never pays for that twice.
 Which spans there are is decided when an operation is submitted, in the order of submission; the digests are computed
 when its bytes move, in the threads that move them. An operation therefore reaches as far as the spans it cuts, and
 operations whose reaches overlap run one after the other (see `ordering`). Whoever has just made the bytes of a write
-may bring their digests along (`Digests`): where bytes are in the processor's caches still, that takes a quarter of the
-time, and what changes them on their way to the drive is noticed as well.
+may bring their digests along (`Digests`): the threads that move bytes have less to do then, and what changes them on
+their way to the drive is noticed as well.
 """
 
 from __future__ import annotations

@@ -144,3 +144,17 @@ def detached(error: BaseException) -> BaseException:
         twin.errno = error.errno  # which no copy has
     twin.__cause__ = error.__cause__
     return twin
+
+
+def causes_of(error: BaseException, *, with_contexts: bool = False) -> list[BaseException]:
+    """The error, what it was raised from, and so on; each once, also where they go round.
+
+    Args:
+        with_contexts: of one that was raised from nothing, what was being handled then.
+    """
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and not any(cause is one for one in found):
+        found.append(cause)
+        cause = cause.__cause__ or (cause.__context__ if with_contexts else None)
+    return found

@@ -49,12 +49,11 @@ def _code_of(error: Exception) -> int:
 
 def _block(error: Exception, debug: bool) -> str:
     """The error and what caused it, a line or a paragraph each."""
+    from storage.errors import causes_of
+
     lines = [f"error: {_name(error)}{error}", *_notes(error)]
-    told, cause = {id(error)}, error.__cause__
-    while cause is not None and id(cause) not in told:
-        told.add(id(cause))
+    for cause in causes_of(error)[1:]:
         lines += [f"  caused by {type(cause).__name__}: {cause}", *_notes(cause)]
-        cause = cause.__cause__
     if not debug and _is_unexpected(error):
         lines.append("this is not an error infinity knows; --debug shows where it happened")
     return "\n".join(lines)

@@ -25,6 +25,29 @@ class ScaledPieces:
     pieces: list[Piece]
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """What a chunk's update has changed of a stored key: bytes from `offset` on. `digests` are theirs, if known."""
+
+    key: str
+    kind: str
+    memory: memoryview
+    offset: int
+    payload_nbytes: int
+    digests: Digests | None = None
+
+    def submit(self, store: ShardIo, step: int) -> Ticket:
+        """Have it written."""
+        return store.submit_write(
+            self.key,
+            self.memory,
+            offset=self.offset,
+            tag=TrafficTag(self.kind, step),
+            payload_nbytes=self.payload_nbytes,
+            digests=self.digests,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class GroupUpdate:
     """One optimizer update of one group.
@@ -92,6 +115,13 @@ class GroupUpdate:
                 scaled.pieces.append(Piece(part.start, part.stop, self.steps[part.slot], hyper, first, seed))
         return list(found.values())
 
+    def param_write(self, place: slice, payload_numel: int, passing: memoryview | None = None) -> ChunkWrite:
+        """The write of a span of the shard, from the memory that it passes through, or else from the host copy."""
+        size, key = self.state.group.shard_dtype.itemsize, self.state.group.key
+        start, stop = place.start * size, place.stop * size
+        memory = passing or self.copy.memory[start:stop]
+        return ChunkWrite(key, "param", memory, start, payload_numel * size)
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
@@ -99,29 +129,6 @@ class ChunkRun:
 
     record: Record
     parts: Sequence[ScaledPieces]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkWrite:
-    """What a chunk's update has changed of a stored key: bytes from `offset` on. `digests` are theirs, if known."""
-
-    key: str
-    kind: str
-    memory: memoryview
-    offset: int
-    payload_nbytes: int
-    digests: Digests | None = None
-
-    def submit(self, store: ShardIo, step: int) -> Ticket:
-        """Have it written."""
-        return store.submit_write(
-            self.key,
-            self.memory,
-            offset=self.offset,
-            tag=TrafficTag(self.kind, step),
-            payload_nbytes=self.payload_nbytes,
-            digests=self.digests,
-        )
 
 
 class CountDown:

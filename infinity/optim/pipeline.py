@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from infinity.gradients import gradient_key
 from infinity.groups import FlatGroup
 from infinity.link import LinkPatience
+from infinity.optim.digesting import no_digests
 from infinity.optim.drive_turns import in_turns
 from infinity.optim.group_update import ChunkBuffers, ChunkRun, ChunkWrite, CountDown, GroupUpdate
 from infinity.optim.hyper import Kernel
@@ -68,7 +69,7 @@ class UpdatePipeline:
         link: LinkPatience,
         on_chunk: Callable[[str, float, float], None] | None = None,
         preserve: Callable[[str], None] = lambda key: None,
-        digests: Callable[[memoryview, int], Digests | None] = lambda memory, start: None,
+        digests: Callable[[memoryview, int], Digests | None] = no_digests,
     ) -> None:
         self._store = store
         self._pool = pool
@@ -295,11 +296,8 @@ class UpdatePipeline:
             digests = self._digests(memory, 0)
             writes.append(ChunkWrite(record.key, "state", memory, 0, record.payload_nbytes, digests))
         if self._store is not None and update.copy.is_stored and (buffers.has_param or not _is_small(group)):
-            place, size = group.in_shard(chunk), group.shard_dtype.itemsize
-            start, stop = place.start * size, place.stop * size
-            memory = buffers.param if buffers.has_param else update.copy.memory[start:stop]
-            digests = self._digests(memory, start)
-            writes.append(ChunkWrite(group.key, "param", memory, start, chunk.payload_numel * size, digests))
+            write = update.param_write(group.in_shard(chunk), chunk.payload_numel, buffers.param)
+            writes.append(replace(write, digests=self._digests(write.memory, write.offset)))
         return writes
 
     def _write(self, update: GroupUpdate, record: Record, writes: Sequence[ChunkWrite]) -> Ticket:
@@ -318,17 +316,7 @@ class UpdatePipeline:
                 before, numel = spans.pop()
                 place, payload_numel = slice(before.start, place.stop), numel + payload_numel
             spans.append((place, payload_numel))
-        size = group.shard_dtype.itemsize
-        return [
-            ChunkWrite(
-                group.key,
-                "param",
-                update.copy.memory[place.start * size : place.stop * size],
-                place.start * size,
-                payload_numel * size,
-            ).submit(store, update.step)
-            for place, payload_numel in spans
-        ]
+        return [update.param_write(*span).submit(store, update.step) for span in spans]
 
     def _computed(
         self, update: GroupUpdate, copy: HostCopy | None, runs: Sequence[ChunkRun], writes: list[Ticket]

@@ -6,6 +6,7 @@ from typing import Any
 
 from infinity.observe.shortages import report_of
 from infinity.report.record import RunState
+from storage.errors import causes_of
 
 
 def how_it_ended(error: BaseException) -> dict[str, Any]:
@@ -13,9 +14,7 @@ def how_it_ended(error: BaseException) -> dict[str, Any]:
     if isinstance(error, KeyboardInterrupt):
         told = {"message": str(error) or "stopped by Ctrl-C", "report": None}
         return {"state": RunState.INTERRUPTED.value, "error": {"type": type(error).__name__, **told}}
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__) is not None:
-        causes.append(cause)
+    causes = causes_of(error)
     message = "\ncaused by ".join(f"{type(one).__name__}: {one}" for one in causes)
     report = next((found for one in causes if (found := report_of(one)) is not None), None)
     return {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from storage.align import PAGE_NBYTES, align_down
-from storage.errors import IoError, ReadError, ShortIoError, SwapFullError, WriteError
+from storage.errors import IoError, ReadError, ShortIoError, SwapFullError, WriteError, causes_of
 from storage.types import IoRequest, Op
 
 _log = logging.getLogger(__name__)
@@ -93,10 +93,8 @@ def io_error(request: IoRequest, start: int, stop: int, error: OSError) -> IoErr
 
 def without_frames(error: BaseException) -> BaseException:
     """The error without the worker's frames, which would keep the memory of the transfer alive as long as itself."""
-    cause: BaseException | None = error
-    while cause is not None:
-        cause.__traceback__ = None
-        cause = cause.__cause__ or cause.__context__
+    for one in causes_of(error, with_contexts=True):
+        one.__traceback__ = None
     return error
 
 

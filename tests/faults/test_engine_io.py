@@ -512,3 +512,14 @@ def test_a_copy_that_fails_while_it_is_looked_at_gives_its_memory_back(
     assert copy.block is None
     one_step(model, optimizer, 1)
     _assert_trained(model, [0, 1])
+
+
+def test_a_device_that_is_full_is_not_its_own_cause(offload: MakeEngine) -> None:
+    """Where nothing explains it, the error of the budget comes as it is."""
+    model = build(Net)
+    engine = offload(model)
+    budget = engine._runtime.device.budget
+    with budget.request(budget.limit_nbytes - budget.used_nbytes, "somebody else"):
+        with pytest.raises(infinity.DeviceOutOfMemoryError, match="somebody else") as full:
+            one_step(model, infinity.AdamW(model.parameters(), lr=1e-2), 0)
+        assert full.value.__cause__ is None

@@ -5,6 +5,7 @@ import errno
 import pytest
 
 from storage import errors
+from storage.backends.system import without_frames
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,37 @@ def test_kept_errors_keep_no_frames() -> None:
         assert (twin.errno, twin.path, twin.key, twin.__cause__) == (error.errno, error.path, error.key, cause)
     odd = _WantingError(1, 2)
     assert errors.detached(odd) is odd
+
+
+def _going_round() -> tuple[Exception, Exception]:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    return first, second
+
+
+@pytest.mark.timeout(60)
+def test_causes_that_go_round_are_told_once() -> None:
+    first, second = _going_round()
+    assert errors.causes_of(first) == [first, second]
+    itself = ValueError("itself")
+    itself.__cause__ = itself
+    assert errors.causes_of(itself) == [itself]
+
+
+def test_what_was_being_handled_counts_where_it_is_asked_for() -> None:
+    inner, outer = ValueError("inner"), ValueError("outer")
+    outer.__context__ = inner
+    assert errors.causes_of(outer) == [outer]
+    assert errors.causes_of(outer, with_contexts=True) == [outer, inner]
+
+
+@pytest.mark.timeout(60)
+def test_frames_are_let_go_of_where_causes_go_round() -> None:
+    first, second = _going_round()
+    for error in (first, second):
+        try:
+            raise error
+        except ValueError:
+            pass
+    assert without_frames(first) is first
+    assert (first.__traceback__, second.__traceback__) == (None, None)
