@@ -31,7 +31,8 @@ class Simulated:
 
     Attributes:
         step_s: seconds of a step once every step is like the one before.
-        steps_s: when each step ended; the last one is followed by what was still being written until `end_s`.
+        steps_s: when each step ended; the last one is followed by what was still being written, and by what showed that
+            further ones would be like it, until `end_s`.
         stalls_s: seconds of the last step in which the training thread waited, by cause.
         compute_s: seconds of the last step in which it computed.
         busy_s: seconds of the last step in which a resource worked.
@@ -67,7 +68,7 @@ def simulate(
 
     Args:
         is_last: nothing is read ahead for a step after these.
-        until_repeated: fewer steps do once one goes as the one before.
+        until_repeated: fewer steps do once one begins as the one before.
 
     Raises:
         InfinityError: the engine itself would fail here.
@@ -118,33 +119,48 @@ def _continued(fewer: Simulated, few: Simulated, more: int) -> Simulated:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is told of a step at its end; see `Simulated`."""
+
+    stalls_s: dict[str, float]
+    compute_s: float
+    busy_s: dict[str, float]
+    spans: list[Span]
+
+    @classmethod
+    def of(cls, thread: TrainingThread, began_s: float, *, keep_spans: bool) -> _Step:
+        spans = in_order(thread.spans_since(began_s)) if keep_spans else []
+        return cls(thread.time.stalls_s, thread.time.compute_s, thread.busy_s(), spans)
+
+
 async def _run(scenario: Scenario, steps: int, *, is_last: bool, until_repeated: bool, keep_spans: bool) -> Simulated:
     loop = asyncio.get_running_loop()
     thread = TrainingThread(scenario)
     machinery, ends, recurrence = thread.machinery, [0.0], Recurrence(thread)
     for number in range(steps):
         thread.begin_step()
-        await thread.step(is_last=is_last and number == steps - 1)
-        ends.append(loop.time())
+        await thread.first_forward()
         if until_repeated and recurrence.is_repeated(ends[-1]):
             break
-    last = len(ends) - 2
-    stalls_s, compute_s, busy_s = thread.time.stalls_s, thread.time.compute_s, thread.busy_s()
-    peaks = {budget.name: budget.peak_nbytes for budget in machinery.budgets}
+        await thread.rest_of_step(is_last=is_last and number == steps - 1)
+        step = _Step.of(thread, ends[-1], keep_spans=keep_spans)
+        ends.append(loop.time())
+    peaks = {budget.name: budget.peak_nbytes for budget in machinery.budgets}  # no step has those of the end
     await machinery.settle()
-    store = machinery.store
+    store, last = machinery.store, len(ends) - 2
     result = Simulated(
         step_s=ends[-1] - ends[-2],
         steps_s=ends[1:],
         end_s=loop.time(),
-        stalls_s=stalls_s,
-        compute_s=compute_s,
-        busy_s=busy_s,
+        stalls_s=step.stalls_s,
+        compute_s=step.compute_s,
+        busy_s=step.busy_s,
         read_nbytes=store.nbytes(Op.READ, last),
         write_nbytes=store.nbytes(Op.WRITE, last),
-        traffic={f"{op.value}/{kind}": nbytes for (op, kind, step), nbytes in store.traffic.items() if step == last},
+        traffic={f"{op.value}/{kind}": nbytes for (op, kind, at), nbytes in store.traffic.items() if at == last},
         peaks=peaks,
-        spans=in_order(thread.spans_since(ends[-2])) if keep_spans else [],
+        spans=step.spans,
         transfers=store.log,
     )
     machinery.close()

@@ -181,6 +181,10 @@ class SimulatedDrives(SimulatedIo):
         """Bytes of one step in one direction."""
         return sum(n for (way, _, at), n in self.traffic.items() if (way, at) == (op, step))
 
+    def under_way(self) -> list[tuple[str, float]]:
+        """Transfers that have not ended, and when they were submitted; in that order."""
+        return [(f"{each.op.value} {each.key} {each.start}", at_s) for each, at_s in self._submitted_s.items()]
+
     def cache_free_nbytes(self) -> list[float]:
         """Of each drive."""
         return [server.cache_free_nbytes for server in self.servers]

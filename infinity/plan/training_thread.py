@@ -41,22 +41,35 @@ class TrainingThread:
         self.time.begin_step()
         self._busy_before = self.machinery.busy_s()
 
-    async def step(self, *, is_last: bool) -> None:
-        """Forward and backward of every micro-batch, and the optimizer step."""
-        for _ in range(self._scenario.micro_batches):
-            self._begin()
-            self._gradients.spill_kept()
-            for unit in self._streamed:
-                await self._use(unit, Phase.FORWARD)
-            await self._use_resident(Phase.FORWARD)
-            await self._use_resident(Phase.BACKWARD)
-            for unit in reversed(self._streamed):
-                await self._backward(unit)
-            for group in self._harvested_last():
-                await self._gradients.harvest(group)
+    async def first_forward(self) -> None:
+        """The forward of the first micro-batch: what the step before left is used up by its end."""
+        await self._forward()
+
+    async def rest_of_step(self, *, is_last: bool) -> None:
+        """The backward of the first micro-batch, forward and backward of the others, and the optimizer step."""
+        await self._whole_backward()
+        for _ in range(self._scenario.micro_batches - 1):
+            await self._forward()
+            await self._whole_backward()
         if is_last:
             self.machinery.read_ahead.stop()
         await self._optimizer_step()
+
+    async def _forward(self) -> None:
+        order = self.machinery.order
+        order.begin(Mode.TRAIN)
+        self.machinery.read_ahead.begin(Mode.TRAIN, *order.upcoming())
+        self._gradients.spill_kept()
+        for unit in self._streamed:
+            await self._use(unit, Phase.FORWARD)
+        await self._use_resident(Phase.FORWARD)
+
+    async def _whole_backward(self) -> None:
+        await self._use_resident(Phase.BACKWARD)
+        for unit in reversed(self._streamed):
+            await self._backward(unit)
+        for group in self._harvested_last():
+            await self._gradients.harvest(group)
 
     def _harvested_last(self) -> Iterator[FlatGroup]:
         """Groups whose gradient is complete only at the end of backward."""
@@ -69,11 +82,6 @@ class TrainingThread:
         await self._gradients.optimizer_step()
         for unit in self._resident:
             await self.time.spend(sum(self.machinery.copy_s(g) for g in unit.groups), "refresh resident parameters")
-
-    def _begin(self) -> None:
-        order = self.machinery.order
-        order.begin(Mode.TRAIN)
-        self.machinery.read_ahead.begin(Mode.TRAIN, *order.upcoming())
 
     # Units -----------------------------------------------------------------------------------------------------
 
