@@ -33,16 +33,24 @@ class _Piece:
         self.on_end = on_end
 
 
+class _Direction:
+    """Pieces that go one way, of which the first moves at a rate (bytes/s; 0 when there is none)."""
+
+    __slots__ = ("queue", "rate")
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[int, int, _Piece]] = []
+        self.rate = 0.0
+
+
 class DriveServer:
     """One drive on the running loop's time. `busy_s` counts seconds in which a direction moved."""
 
     def __init__(self, model: DriveModel) -> None:
         self.model = model
         self.busy_s = dict.fromkeys(Op, 0.0)
-        self.moved = dict.fromkeys(Op, 0.0)
-        self.both_busy_s = 0.0
-        self._queues: dict[Op, list[tuple[int, int, _Piece]]] = {op: [] for op in Op}
-        self._rates = dict.fromkeys(Op, 0.0)
+        self._ways = {op: _Direction() for op in Op}
+        self._both = model.utilisation()
         self._slc_free = model.slc_nbytes
         self._sequence = 0
         self._since_s = 0.0
@@ -55,17 +63,20 @@ class DriveServer:
 
     def submit(self, op: Op, nbytes: float, priority: int, on_end: Callable[[], None]) -> _Piece:
         """Queue a piece; `on_end` is called when it has been moved."""
-        self._advance()
         self._sequence += 1
-        piece = _Piece(nbytes, on_end)
-        heapq.heappush(self._queues[op], (priority, self._sequence, piece))
+        piece, queue = _Piece(nbytes, on_end), self._ways[op].queue
+        if queue and queue[0][0] <= priority:  # its turn comes later, and until then nothing moves otherwise
+            heapq.heappush(queue, (priority, self._sequence, piece))
+            return piece
+        self._advance()
+        heapq.heappush(queue, (priority, self._sequence, piece))
         self._reschedule()
         return piece
 
     def promote(self, op: Op, promoted: _Piece, priority: int) -> None:
         """Give a piece another priority. Nothing happens when it has been moved."""
         self._advance()
-        queue = self._queues[op]
+        queue = self._ways[op].queue
         queue[:] = [(priority if piece is promoted else before, number, piece) for before, number, piece in queue]
         heapq.heapify(queue)
         self._reschedule()
@@ -76,19 +87,18 @@ class DriveServer:
         passed_s, self._since_s = now_s - self._since_s, now_s
         if passed_s <= 0:
             return
-        for op, rate in self._rates.items():
-            if rate:
-                self._queues[op][0][2].remaining -= rate * passed_s
+        for op, way in self._ways.items():
+            if way.rate:
+                way.queue[0][2].remaining -= way.rate * passed_s
                 self.busy_s[op] += passed_s
-                self.moved[op] += rate * passed_s
-        self.both_busy_s += passed_s if all(self._rates.values()) else 0.0
-        self._slc_free = self._cache_free_after(passed_s)
+        if self.model.slc_nbytes:
+            self._slc_free = self._cache_free_after(passed_s)
 
     def _cache_free_after(self, passed_s: float) -> float:
         """Of the cache, so long after the last change of rates."""
         if not self.model.slc_nbytes:
             return 0.0
-        filled = self._rates[Op.WRITE] - self.model.write_bytes_per_s
+        filled = self._ways[Op.WRITE].rate - self.model.write_bytes_per_s
         return min(max(self._slc_free - filled * passed_s, 0.0), self.model.slc_nbytes)
 
     def _reschedule(self) -> None:
@@ -96,15 +106,15 @@ class DriveServer:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        reads, writes = (bool(self._queues[op]) for op in (Op.READ, Op.WRITE))
-        read_part, write_part = self.model.utilisation() if reads and writes else (1.0, 1.0)
+        model, reading, writing = self.model, self._ways[Op.READ], self._ways[Op.WRITE]
+        read_part, write_part = self._both if reading.queue and writing.queue else (1.0, 1.0)
         is_cached = self._slc_free > 1.0
-        write_rate = self.model.slc_write_bytes_per_s if is_cached else self.model.write_bytes_per_s
-        self._rates[Op.READ] = self.model.read_bytes_per_s * read_part if reads else 0.0
-        self._rates[Op.WRITE] = write_rate * write_part if writes else 0.0
-        ends = [self._queues[op][0][2].remaining / rate for op, rate in self._rates.items() if rate]
-        if is_cached and self._rates[Op.WRITE] > self.model.write_bytes_per_s:
-            ends.append(self._slc_free / (self._rates[Op.WRITE] - self.model.write_bytes_per_s))
+        write_rate = model.slc_write_bytes_per_s if is_cached else model.write_bytes_per_s
+        reading.rate = model.read_bytes_per_s * read_part if reading.queue else 0.0
+        writing.rate = write_rate * write_part if writing.queue else 0.0
+        ends = [way.queue[0][2].remaining / way.rate for way in (reading, writing) if way.rate]
+        if is_cached and writing.rate > model.write_bytes_per_s:
+            ends.append(self._slc_free / (writing.rate - model.write_bytes_per_s))
         if ends:
             self._timer = asyncio.get_running_loop().call_later(max(min(ends), 0.0), self._tick)
 
@@ -112,10 +122,9 @@ class DriveServer:
         self._timer = None
         self._advance()
         ended, resolution_s = [], max(_RESOLUTION_S, self._since_s * _RESOLUTION)
-        for op, rate in self._rates.items():
-            queue = self._queues[op]
-            if rate and queue[0][2].remaining <= rate * resolution_s:
-                ended.append(heapq.heappop(queue)[2])
+        for way in self._ways.values():
+            if way.rate and way.queue[0][2].remaining <= way.rate * resolution_s:
+                ended.append(heapq.heappop(way.queue)[2])
         self._reschedule()
         for piece in ended:
             piece.on_end()

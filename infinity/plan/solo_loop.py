@@ -121,9 +121,10 @@ class SoloLoop(asyncio.SelectorEventLoop):
                     heappop(timers)
                 if not ready:
                     self._jump()
-                due_s = self._now_s + _RESOLUTION_S
-                while timers and timers[0][0] < due_s:
-                    ready.append(heappop(timers)[2])
+                if timers:
+                    due_s = self._now_s + _RESOLUTION_S
+                    while timers and timers[0][0] < due_s:
+                        ready.append(heappop(timers)[2])
                 for _ in range(len(ready)):  # what these make ready comes after timers that are due by then
                     call = ready.popleft()
                     if (function := call.function) is not None:
@@ -138,6 +139,8 @@ class SoloLoop(asyncio.SelectorEventLoop):
                 f"deadlock at virtual time {self._now_s:g} s: nothing is ready and no timer is set\n"
                 f"{describe_tasks(self)}"
             )
-        self._now_s += min(max(self._timers[0][0] - self._now_s, 0.0), _LONGEST_JUMP_S)
-        if self._now_s > self._limit_s:
-            raise VirtualDeadlockError(f"still running at virtual time {self._now_s:g} s\n{describe_tasks(self)}")
+        due_s = self._timers[0][0]
+        if due_s > self._now_s:
+            self._now_s = min(due_s, self._now_s + _LONGEST_JUMP_S)
+            if self._now_s > self._limit_s:
+                raise VirtualDeadlockError(f"still running at virtual time {self._now_s:g} s\n{describe_tasks(self)}")
