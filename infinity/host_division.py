@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from infinity.balance import updated_in_forward
 from infinity.config import Schedule
 from infinity.demand import MIN_CHUNK_NUMEL, Request, Sizes, Term, chunkings, smallest_chunk_numel
+from infinity.even_spread import evenly_chosen
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
 from infinity.last_gradients import lasting_gradients
@@ -336,18 +337,16 @@ class HostDivision:
                 self.pinned_params.add(group.index)
 
     def _pin_states(self) -> None:
-        """State in the order of the groups, of the last one as many chunks as there is memory for.
+        """State of groups all over the model, and of one more as many chunks as there is memory for.
 
-        The first groups, because their updates are the last of a step. [Note: value of a byte]
+        See [Note: state in host memory] in even_spread.py.
         """
         state_nbytes = self._sizes.state_nbytes
-        for group in self._sizes.streamed:
-            if group.index in self.pinned_states or not state_nbytes[group.index]:
-                continue
-            if state_nbytes[group.index] > self._left_nbytes():
-                self._pin_chunks(group)
-                return
-            self.pinned_states.add(group.index)
+        groups = [g for g in self._sizes.streamed if g.index not in self.pinned_states and state_nbytes[g.index]]
+        chosen = evenly_chosen([state_nbytes[group.index] for group in groups], max(self._left_nbytes(), 0))
+        self.pinned_states.update(groups[number].index for number in chosen)
+        if len(chosen) < len(groups):
+            self._pin_chunks(next(group for number, group in enumerate(groups) if number not in chosen))
 
     def _pin_chunks(self, group: FlatGroup) -> None:
         count, left_nbytes = 0, self._left_nbytes()

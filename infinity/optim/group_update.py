@@ -62,6 +62,7 @@ class GroupUpdate:
         is_forced: it was deferred and ran before a forward used the group; the read of the shard belongs to no step.
         is_taken: the pipeline knows of it, and will complete its tickets.
         waits: it is deferred and has not started; written by the I/O loop.
+        turn: its number among those that have started, by which kernels go; written by the I/O loop.
     """
 
     state: GroupState
@@ -76,6 +77,7 @@ class GroupUpdate:
     is_forced: bool = False
     is_taken: bool = False
     waits: bool = False
+    turn: int = 0
 
     @classmethod
     def make(

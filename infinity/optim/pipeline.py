@@ -19,6 +19,7 @@ from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -29,6 +30,7 @@ from infinity.optim.digesting import no_digests
 from infinity.optim.drive_turns import in_turns
 from infinity.optim.group_update import ChunkBuffers, ChunkRun, ChunkWrite, CountDown, GroupUpdate
 from infinity.optim.hyper import Kernel
+from infinity.optim.kernel_turns import KernelTurns
 from infinity.optim.records import Record
 from infinity.readahead import ReadAhead
 from infinity.residency import CopyState, HostCopy
@@ -75,7 +77,8 @@ class UpdatePipeline:
         self._pool = pool
         self._budget = budget
         self._kernel = kernel
-        self._worker = worker
+        self._kernels = KernelTurns(worker)
+        self._turns = count()
         self._read_ahead = read_ahead
         self._on_failure = on_failure
         self._on_chunk = on_chunk
@@ -107,7 +110,7 @@ class UpdatePipeline:
 
     def _start(self, update: GroupUpdate, after: Sequence[asyncio.Task[None]] = ()) -> asyncio.Task[None]:
         """Start an update; the arrival of its gradient."""
-        update.waits = False
+        update.waits, update.turn = False, next(self._turns)
         loop = asyncio.get_running_loop()
         arrival = loop.create_task(self._arrive(update, after))
         arrival.add_done_callback(_noticed)
@@ -213,8 +216,7 @@ class UpdatePipeline:
             with self._noted(update, run.record, buffers):
                 await self._read(update, run.record, buffers)
             await asyncio.shield(arrival)
-            loop = asyncio.get_running_loop()
-            writes = await loop.run_in_executor(self._worker, self._compute, update, run, buffers)
+            writes = await self._kernels.run(update.turn, partial(self._compute, update, run, buffers))
             update.gradient.release_part(run.record.chunk)
             run.record.is_initialised = True
             written = self._write(update, run.record, writes)
