@@ -7,7 +7,7 @@
 
 A host copy is *clean* when the swap file holds the same bytes. Shards placed in host memory for good are read from
 there alone: their copy is born CLEAN and goes UPDATING → CLEAN. A swap file is behind them only where steps are
-durable; the write into it is waited for by the commit of the step, which comes before their next update.
+durable; the write into it is waited for by their next update.
 
 Only the I/O loop moves a copy from state to state. The training thread *claims* a copy before it looks at the bytes;
 a claimed copy is not dropped. The lock that makes a claim and a drop exclude each other is held for a flag check.

@@ -5,8 +5,8 @@
 
 One step at a time: the writes of the step land, then one transaction of the store makes them the last generation. No
 thread waits for the writes; they take as long as the drives do, and the last one that lands starts the transaction. The
-next forward goes on meanwhile, because it only reads. What overwrites stored bytes, or memory that is being written,
-waits first (`wait`): then the whole step is committed, or the one before still is.
+next forward goes on meanwhile, because it only reads. What overwrites stored bytes waits first (`wait`): then the whole
+step is committed, or the one before still is.
 """
 
 from __future__ import annotations

@@ -158,6 +158,7 @@ class UpdatePipeline:
 
     async def _run(self, update: GroupUpdate, arrival: asyncio.Task[None]) -> None:
         try:
+            await _outcome(update.before)  # durable steps write what lies in host memory for good from where it lies
             copy = await self._take_copy(update)
             runs = [ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
             writes: list[Ticket] = []

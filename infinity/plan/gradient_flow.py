@@ -162,17 +162,9 @@ class GradientFlow:
     def _make_update(self, group: FlatGroup) -> GroupUpdate:
         machinery = self._machinery
         slots = len(group.layout.slots)
-        update = GroupUpdate(
-            state=machinery.states[group.index],
-            copy=machinery.copies[group.index],
-            gradient=self._gradients.pop(group.index),
-            hypers=[_HYPER] * slots,
-            steps=[self.step + 1] * slots,
-            grad_scales=[None] * slots,
-            step=self.step,
-            computed=Ticket(f"update of {group.key}"),
-            written=Ticket(f"write-back of {group.key}"),
-        )
+        state, copy = machinery.states[group.index], machinery.copies[group.index]
+        gradient = self._gradients.pop(group.index)
+        update = GroupUpdate.make(state, copy, gradient, [_HYPER] * slots, [None] * slots, self.step)
         update.copy.update = update.computed
         self._updates.append(update)
         return update

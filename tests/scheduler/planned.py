@@ -347,16 +347,9 @@ class PlannedRun:
     def _make_update(self, group: FlatGroup) -> GroupUpdate:
         self.expected[group.index] += self._arrived[group.index]
         self._arrived[group.index] = 0
-        update = GroupUpdate(
-            state=self.states[group.index],
-            copy=self.copies[group.index],
-            gradient=self._gradients.pop(group.index),
-            hypers=[HYPER],
-            steps=[self.step + 1],
-            grad_scales=[None],
-            step=self.step,
-            computed=Ticket(f"update of {group.key}"),
-            written=Ticket(f"write-back of {group.key}"),
+        gradient = self._gradients.pop(group.index)
+        update = GroupUpdate.make(
+            self.states[group.index], self.copies[group.index], gradient, [HYPER], [None], self.step
         )
         update.copy.update = update.computed
         self._updates.append(update)

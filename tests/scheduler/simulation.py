@@ -31,7 +31,7 @@ from infinity.testing import FakeGpu, SimulatedStore
 from infinity.units import Owned
 from storage.budget import TierBudget
 from storage.pool import HostPool
-from storage.types import Op, Ticket
+from storage.types import Op
 
 HYPER = AdamWHyper(0.1, 0.9, 0.999, 1e-8, 0.0)
 
@@ -194,17 +194,7 @@ class Simulation:
         gradient = GroupGradient(group, None)
         gradient.block = HostBlock(self.pool.lease(gradient_nbytes(group), f"gradient {unit}"))
         self.versions[unit] += 1
-        update = GroupUpdate(
-            state=self.states[unit],
-            copy=self.copies[unit],
-            gradient=gradient,
-            hypers=[HYPER],
-            steps=[self.step + 1],
-            grad_scales=[None],
-            step=self.step,
-            computed=Ticket(f"update {unit}"),
-            written=Ticket(f"write {unit}"),
-        )
+        update = GroupUpdate.make(self.states[unit], self.copies[unit], gradient, [HYPER], [None], self.step)
         self.copies[unit].update = update.computed
         self.updates.append(update)
         self.pipeline.submit([update])
