@@ -220,9 +220,13 @@ class UpdatePipeline:
             writes = await self._kernels.run(update.turn, partial(self._compute, update, run, buffers))
             update.gradient.release_part(run.record.chunk)
             run.record.is_initialised = True
-            written = self._write(update, run.record, writes)
-            remaining.one_done()
-            await written
+            written: list[Ticket] = []
+            try:
+                for write in writes if self._store is not None else ():
+                    written.append(write.submit(self._store, update.step))
+                remaining.one_done()
+            finally:  # whatever cannot be written: the memory is given back then
+                await Ticket.all_of(written, run.record.key)
 
     @contextmanager
     def _noted(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> Iterator[None]:
@@ -238,30 +242,21 @@ class UpdatePipeline:
 
     async def _read(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> None:
         store, chunk, group, priority = self._store, record.chunk, update.state.group, self._read_priority
-        tickets = []
-        if store is not None and buffers.has_record and record.is_initialised:
-            tag = TrafficTag("state", update.step)
-            payload_nbytes = record.payload_nbytes
-            tickets.append(
-                store.submit_read(record.key, buffers.record, priority=priority, tag=tag, payload_nbytes=payload_nbytes)
-            )
-        if store is not None and buffers.has_param:
-            size = group.shard_dtype.itemsize
-            forced, planned = TrafficTag("param_forced", FORCED_STEP), TrafficTag("param", update.step)
-            tickets.append(
-                store.submit_read(
-                    group.key,
-                    buffers.param,
-                    offset=group.in_shard(chunk).start * size,
-                    priority=priority,
-                    tag=forced if update.is_forced else planned,
-                    payload_nbytes=chunk.payload_numel * size,
-                )
-            )
-        if buffers.has_grad:
-            tickets.append(update.gradient.submit_read(chunk, buffers.grad, update.step, priority))
-        # All of them, also when one fails: the memory is given back then, and nothing may be filling it any more.
-        await Ticket.all_of(tickets, record.key)
+        tickets: list[Ticket] = []
+        try:
+            if store is not None and buffers.has_record and record.is_initialised:
+                read = partial(store.submit_read, priority=priority, tag=TrafficTag("state", update.step))
+                tickets.append(read(record.key, buffers.record, payload_nbytes=record.payload_nbytes))
+            if store is not None and buffers.has_param:
+                size, place = group.shard_dtype.itemsize, group.in_shard(chunk)
+                forced, planned = TrafficTag("param_forced", FORCED_STEP), TrafficTag("param", update.step)
+                read = partial(store.submit_read, priority=priority, tag=forced if update.is_forced else planned)
+                payload_nbytes = chunk.payload_numel * size
+                tickets.append(read(group.key, buffers.param, offset=place.start * size, payload_nbytes=payload_nbytes))
+            if buffers.has_grad:
+                tickets.append(update.gradient.submit_read(chunk, buffers.grad, update.step, priority))
+        finally:  # all of them, whatever fails: the memory is given back then, and nothing may be filling it any more
+            await Ticket.all_of(tickets, record.key)
 
     def _compute(self, update: GroupUpdate, run: ChunkRun, buffers: ChunkBuffers) -> list[ChunkWrite]:
         """On the optimizer worker: one kernel call for one chunk; what it has changed in bytes that are stored."""
@@ -302,10 +297,6 @@ class UpdatePipeline:
             write = update.param_write(group.in_shard(chunk), chunk.payload_numel, buffers.param)
             writes.append(replace(write, digests=self._digests(write.memory, write.offset)))
         return writes
-
-    def _write(self, update: GroupUpdate, record: Record, writes: Sequence[ChunkWrite]) -> Ticket:
-        tickets = [] if self._store is None else [one.submit(self._store, update.step) for one in writes]
-        return Ticket.all_of(tickets, record.key)
 
     def _write_small(self, update: GroupUpdate, runs: Sequence[ChunkRun]) -> list[Ticket]:
         """Write what chunks have changed in the copy of a small group: neighbours in one go."""

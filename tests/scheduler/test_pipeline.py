@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infinity.layout import SHARD_ALIGN_NUMEL
 from infinity.order import Phase
 from infinity.residency import CopyState
+from infinity.shard_io import SubmitWrite
 from infinity.testing import SimulatedStore
-from storage.errors import ReadError, WriteError
-from storage.types import Op, Priority, TrafficTag
+from storage.errors import ReadError, SwapFullError, WriteError
+from storage.types import Op, Priority, Ticket, TrafficTag
 from tests.scheduler.simulation import Simulation
 
 PAGE = SHARD_ALIGN_NUMEL * 4
@@ -62,6 +64,42 @@ async def test_the_pipeline_budget_is_a_ceiling(tmp_path: Path, chunks: int) -> 
         await simulation.train_step()
     assert simulation.pipeline_budget.peak_nbytes <= simulation.pipeline_budget.limit_nbytes
     await simulation.close()
+
+
+class RefusingStore(SimulatedStore):
+    """Has no room for parameters once it is told so."""
+
+    is_full = False
+
+    @property
+    def submit_write(self) -> SubmitWrite:
+        submit = super().submit_write
+
+        def refuse(key: str, memory: memoryview, **said: Any) -> Ticket:
+            if self.is_full and said["tag"].kind == "param":
+                raise SwapFullError("no room for parameters")
+            return submit(key, memory, **said)
+
+        return refuse
+
+
+async def test_memory_is_not_given_back_while_it_is_written_although_another_write_is_refused(tmp_path: Path) -> None:
+    store = RefusingStore(read_bytes_per_s=PAGE, write_bytes_per_s=PAGE / 100)
+    # More than a mebibyte, so that chunks write their parameters themselves.
+    simulation = Simulation(tmp_path, [80], window_nbytes=80 * PAGE, store=store, pipeline_chunks=1)
+    await simulation.train_step()
+    await simulation.pipeline.drain()
+    store.is_full = True
+    step = asyncio.create_task(simulation.train_step())
+    most = 0
+    while not step.done():
+        most = max(most, sum(text.startswith("write") for text in store.describe_in_flight()))
+        await asyncio.sleep(0.1)
+    assert most == 2  # of as many buffers as there are, for the parameters are in their host copy
+    with pytest.raises(SwapFullError):
+        await step
+    await simulation.pipeline.drain()
+    assert simulation.pipeline_budget.used_nbytes == 0
 
 
 async def test_the_first_step_reads_no_state(tmp_path: Path) -> None:
