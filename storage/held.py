@@ -12,9 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from storage.checksums import BLOCK_NBYTES, BlockState, Span
+from storage.checksums import BLOCK_NBYTES, BlockState, Span, xxh3_of
 from storage.closing import Closing
 from storage.errors import detached
 from storage.filesystems import is_written_in_place, stop_copying
@@ -80,7 +78,7 @@ class HeldKey:
             return self.digest_of_bytes(start, stop) not in (digest, None)
         return any(
             span.error is not None
-            or span.digest not in (None, xxhash.xxh3_64_intdigest(content[span.start - start : span.stop - start]))
+            or span.digest not in (None, xxh3_of(content[span.start - start : span.stop - start]))
             for span in self.spans.get(number, ())
             if start <= span.start and span.stop <= stop
         )

@@ -125,7 +125,7 @@ class GroupUpdate:
         """The write of a span of the shard, from the memory that it passes through, or else from the host copy."""
         size, key = self.state.group.shard_dtype.itemsize, self.state.group.key
         start, stop = place.start * size, place.stop * size
-        memory = passing or self.copy.memory[start:stop]
+        memory = self.copy.memory[start:stop] if passing is None else passing
         return ChunkWrite(key, "param", memory, start, payload_numel * size)
 
 

@@ -222,8 +222,9 @@ class UpdatePipeline:
             run.record.is_initialised = True
             written: list[Ticket] = []
             try:
-                for write in writes if self._store is not None else ():
-                    written.append(write.submit(self._store, update.step))
+                if self._store is not None:
+                    for write in writes:
+                        written.append(write.submit(self._store, update.step))
                 remaining.one_done()
             finally:  # whatever cannot be written: the memory is given back then
                 await Ticket.all_of(written, run.record.key)
@@ -287,16 +288,21 @@ class UpdatePipeline:
         return writes
 
     def _writes(self, update: GroupUpdate, record: Record, buffers: ChunkBuffers) -> list[ChunkWrite]:
-        """See [Note: digests while bytes are warm] in digesting.py."""
-        chunk, group, writes = record.chunk, update.state.group, []
-        if self._store is not None and record.is_stored:
+        """What a chunk's update has changed of stored keys; see [Note: digests while bytes are warm] in digesting.py.
+
+        What it has changed in the copy of a small group is written with all of that (`_write_small`).
+        """
+        chunk, group = record.chunk, update.state.group
+        writes: list[ChunkWrite] = []
+        if self._store is None:
+            return writes
+        if record.is_stored:
             memory = record.lease.memory if record.lease is not None else buffers.record
-            digests = self._digests(memory, 0)
-            writes.append(ChunkWrite(record.key, "state", memory, 0, record.payload_nbytes, digests))
-        if self._store is not None and update.copy.is_stored and (buffers.has_param or not _is_small(group)):
-            write = update.param_write(group.in_shard(chunk), chunk.payload_numel, buffers.param)
-            writes.append(replace(write, digests=self._digests(write.memory, write.offset)))
-        return writes
+            writes.append(ChunkWrite(record.key, "state", memory, 0, record.payload_nbytes))
+        if update.copy.is_stored and (buffers.has_param or not _is_small(group)):
+            passing = buffers.param if buffers.has_param else None
+            writes.append(update.param_write(group.in_shard(chunk), chunk.payload_numel, passing))
+        return [replace(write, digests=self._digests(write.memory, write.offset)) for write in writes]
 
     def _write_small(self, update: GroupUpdate, runs: Sequence[ChunkRun]) -> list[Ticket]:
         """Write what chunks have changed in the copy of a small group: neighbours in one go."""
