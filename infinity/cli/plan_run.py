@@ -85,11 +85,11 @@ def run(options: PlanOptions) -> None:
         console.print(search_table(found))
         result["search"] = [change_json(change) for change in found]
     else:
-        plan = _plan(request, options, console)
+        plan, changes = _plan(request, options)
         result |= plan_json(plan)
         console.print(plan_tables(plan))
-        if options.advice:
-            gains = advise.gains(plan, advise.what_to_change(request))
+        if changes is not None:
+            gains = advise.gains(plan, changes)
             console.print(changes_table(gains))
             result["changes"] = [change_json(change, plan) for change, _ in gains]
         figures.append(plan)
@@ -218,11 +218,16 @@ def _largest_unit(model: ModelPlan) -> int:
     return max(sum(entry.parameter.numel() for entry in spec.own) for spec in model.specs)
 
 
-def _plan(request: PlanRequest, options: PlanOptions, console: Console) -> StepPlan:
-    """The plan; when nothing fits, the nearest one that does is shown before the error is raised."""
+def _plan(request: PlanRequest, options: PlanOptions) -> tuple[StepPlan, list[advise.Change] | None]:
+    """The plan, with what to change where that is wanted.
+
+    When nothing fits, the error tells the nearest plan that does.
+    """
     keeps_spans = options.html is not None or options.trace is not None
     try:
-        return make_plan(request, keep_spans=keeps_spans)
+        if options.advice:
+            return advise.plan_with_changes(request, keep_spans=keeps_spans)
+        return make_plan(request, keep_spans=keeps_spans), None
     except PlacementError as error:
         nearest = advise.nearest_that_works(request)
         told = None if nearest is None else change_json(nearest)

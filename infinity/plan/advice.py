@@ -28,9 +28,22 @@ class Change:
     problem: str = ""
 
 
-def what_to_change(request: PlanRequest) -> list[Change]:
-    """One more drive, more memory, a larger batch, another schedule, smaller state: each planned by itself."""
-    return _planned([_drafted(what, changed) for what, changed in _changes(request)])
+def plan_with_changes(request: PlanRequest, *, keep_spans: bool = False) -> tuple[StepPlan, list[Change]]:
+    """A plan, and what could be changed.
+
+    One more drive, more memory, a larger batch, another schedule, smaller state: each planned by itself.
+
+    Args:
+        keep_spans: of the plan itself, for its timeline.
+
+    Raises:
+        PlacementError: as `make_plan`.
+    """
+    itself = _Drafted("", draft_plan(request), keep_spans=keep_spans)
+    plan, *changes = _planned([itself, *(_drafted(what, changed) for what, changed in _changes(request))])
+    if plan.plan is None:
+        raise RuntimeError("a plan that fits was not made")
+    return plan.plan, changes
 
 
 def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
@@ -99,6 +112,7 @@ class _Drafted:
     what: str
     draft: Draft | None
     problem: str = ""
+    keep_spans: bool = False
 
 
 def _drafted(what: str, request: PlanRequest) -> _Drafted:
@@ -110,17 +124,18 @@ def _drafted(what: str, request: PlanRequest) -> _Drafted:
 
 def _planned(drafted: Sequence[_Drafted]) -> list[Change]:
     """Changes with their plans, of which as many are simulated at once as there are cores."""
-    scenarios = [each.draft.scenario for each in drafted if each.draft is not None]
-    simulated = iter(side_by_side(_figures, scenarios))
+    wanted = [(each.draft.scenario, each.keep_spans) for each in drafted if each.draft is not None]
+    simulated = iter(side_by_side(_figures, wanted))
     return [
         Change(each.what, None if each.draft is None else finish_plan(each.draft, next(simulated)), each.problem)
         for each in drafted
     ]
 
 
-def _figures(scenario: Scenario) -> Simulated:
+def _figures(wanted: tuple[Scenario, bool]) -> Simulated:
     """Without the transfers, at which nobody looks, and which would take long to get from one process to another."""
-    return replace(simulate_long(scenario), transfers=[])
+    scenario, keep_spans = wanted
+    return replace(simulate_long(scenario, keep_spans=keep_spans), transfers=[])
 
 
 def _schedules(workload: Workload, accumulate: int) -> list[Schedule]:

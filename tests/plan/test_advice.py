@@ -12,11 +12,12 @@ import pytest
 from infinity.config import Precision, Schedule
 from infinity.errors import PlacementError
 from infinity.models.gpt import GptShape
-from infinity.plan.advice import nearest_that_works, search, sweep, what_to_change
+from infinity.plan.advice import nearest_that_works, plan_with_changes, search, sweep
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import Drive, Hardware, gpu_named, parse_drives
 from infinity.plan.model import ModelPlan, model_plan
 from infinity.plan.planner import PlanRequest, Workload, make_plan
+from infinity.plan.report import plan_json
 from infinity.sizes import GIB, MIB
 
 
@@ -79,10 +80,20 @@ def test_batches_of_any_size_are_searched() -> None:
     assert len(found) == 10
 
 
+def test_a_plan_is_the_same_beside_its_changes() -> None:
+    asked = request(drive="3:2", host_budget_nbytes=int(model().parameters * 5))
+    plan, changes = plan_with_changes(asked, keep_spans=True)
+    alone = make_plan(asked, keep_spans=True)
+    assert plan_json(plan) == plan_json(alone)
+    assert plan.simulated.spans == alone.simulated.spans != []
+    assert all(change.plan is None or not change.plan.simulated.spans for change in changes)
+    assert plan_with_changes(asked)[0].simulated.spans == []
+
+
 def test_slices_of_one_batch_read_less_than_batches_that_are_added_up() -> None:
     least = int(model().parameters * 5)
     apart = request(drive="0.5:0.3", batch=2, accumulate=4, schedule=Schedule.SYNCHRONOUS, host_budget_nbytes=least)
-    (change,) = [each for each in what_to_change(apart) if "--micro-batches" in each.what]
+    (change,) = [each for each in plan_with_changes(apart)[1] if "--micro-batches" in each.what]
     assert change.what == "--batch 8 --micro-batches 4 --accumulate 1"
     together, before = change.plan, make_plan(apart)
     assert together is not None
@@ -116,7 +127,7 @@ def test_what_may_skip_a_step_is_not_updated_during_backward() -> None:
     half = request(drive="3:2", precision=Precision.FP16)
     plan = make_plan(half)
     assert plan.rank.placement.schedule is not Schedule.OVERLAPPED
-    names = [change.what for change in (*what_to_change(half), *search(half))]
+    names = [change.what for change in (*plan_with_changes(half)[1], *search(half))]
     assert not any("--schedule overlapped" in name for name in names)
     # Gathered in 16 bits, as on a GPU.
     whole = make_plan(request(drive="3:2", precision=Precision.FP32))
