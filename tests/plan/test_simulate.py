@@ -315,6 +315,17 @@ def test_several_ranks_gather_and_average_what_passes_in_chunks() -> None:
     assert slow.step_s >= simulate(alone).step_s + 0.9 * between_ranks_s
 
 
+def test_drives_and_optimizer_work_at_the_same_time_where_half_of_the_state_is_held() -> None:
+    """With the state of the first half of the model in memory they worked one after the other, a third longer."""
+    shapes, drive = [UnitShape((16,)) for _ in range(16)], DriveModel(5e7, 5e7, latency_s=0.0, duplex=1.0)
+    speeds, time = replace(SPEEDS, kernel_s=5e-8), UnitTime(1e-4, 2e-4)
+    scenario = make_scenario(shapes, spare_nbytes=560 * PAGE_NBYTES, drives=[drive], speeds=speeds, time=time)
+    assert len(scenario.placement.pinned_states) == len(shapes) // 2
+    bounds = lower_bounds(scenario)
+    assert bounds["nvme"] + bounds["optimizer"] > 1.5 * max(bounds.values())
+    assert simulate(scenario).step_s <= 1.2 * max(bounds.values())
+
+
 # Properties -----------------------------------------------------------------------------------------------------------
 
 
