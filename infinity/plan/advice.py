@@ -68,9 +68,10 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
         )
         yield f"--batch {together.workload.batch} --micro-batches {slices} --accumulate 1", together
     present = plan_rank(request).placement.schedule
-    for schedule in _schedules(workload, workload.accumulate):
-        if schedule is not present:
-            yield f"--schedule {schedule.value}", with_workload(request, schedule=schedule)
+    others = [schedule for schedule in _schedules(workload, workload.accumulate) if schedule is not present]
+    # It waits where others go on, and is told only where there is no other.
+    for schedule in [each for each in others if each is not Schedule.SYNCHRONOUS] or others:
+        yield f"--schedule {schedule.value}", with_workload(request, schedule=schedule)
     recompute = "--no-recompute" if workload.recompute else "--recompute"
     yield recompute, with_workload(request, recompute=not workload.recompute)
     if workload.precision is not Precision.FP32 and workload.state_format is StateFormat.FP32:

@@ -80,6 +80,21 @@ def test_batches_of_any_size_are_searched() -> None:
     assert len(found) == 10
 
 
+@pytest.mark.parametrize(
+    ("schedule", "accumulate", "others"),
+    [
+        (Schedule.OVERLAPPED, 1, ["deferred"]),
+        (Schedule.DEFERRED, 1, ["overlapped"]),
+        (Schedule.SYNCHRONOUS, 1, ["deferred", "overlapped"]),
+        (Schedule.DEFERRED, 2, ["synchronous"]),
+        (Schedule.SYNCHRONOUS, 2, ["deferred"]),
+    ],
+)
+def test_schedules_that_could_be_faster_are_told(schedule: Schedule, accumulate: int, others: list[str]) -> None:
+    _, changes = plan_with_changes(request(drive="3:2", schedule=schedule, accumulate=accumulate))
+    assert [each.what for each in changes if "schedule" in each.what] == [f"--schedule {name}" for name in others]
+
+
 def test_a_plan_is_the_same_beside_its_changes() -> None:
     asked = request(drive="3:2", host_budget_nbytes=int(model().parameters * 5))
     plan, changes = plan_with_changes(asked, keep_spans=True)
