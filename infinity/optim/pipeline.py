@@ -302,7 +302,8 @@ class UpdatePipeline:
         if update.copy.is_stored and (buffers.has_param or not _is_small(group)):
             passing = buffers.param if buffers.has_param else None
             writes.append(update.param_write(group.in_shard(chunk), chunk.payload_numel, passing))
-        return [replace(write, digests=self._digests(write.memory, write.offset)) for write in writes]
+        digests = [self._digests(write.memory, write.offset) for write in writes]
+        return [one if its is None else replace(one, digests=its) for one, its in zip(writes, digests, strict=True)]
 
     def _write_small(self, update: GroupUpdate, runs: Sequence[ChunkRun]) -> list[Ticket]:
         """Write what chunks have changed in the copy of a small group: neighbours in one go."""
