@@ -85,9 +85,8 @@ def run(options: PlanOptions) -> None:
         console.print(search_table(found))
         result["search"] = [change_json(change) for change in found]
     else:
-        plan, changes = _plan(request, options)
+        plan, changes = _plan(request, options, console)
         result |= plan_json(plan)
-        console.print(plan_tables(plan))
         if changes is not None:
             gains = advise.gains(plan, changes)
             console.print(changes_table(gains))
@@ -218,16 +217,22 @@ def _largest_unit(model: ModelPlan) -> int:
     return max(sum(entry.parameter.numel() for entry in spec.own) for spec in model.specs)
 
 
-def _plan(request: PlanRequest, options: PlanOptions) -> tuple[StepPlan, list[advise.Change] | None]:
-    """The plan, with what to change where that is wanted.
+def _plan(request: PlanRequest, options: PlanOptions, console: Console) -> tuple[StepPlan, list[advise.Change] | None]:
+    """The plan, shown as soon as it is made, with what to change where that is wanted.
 
     When nothing fits, the error tells the nearest plan that does.
     """
     keeps_spans = options.html is not None or options.trace is not None
+
+    def show(plan: StepPlan) -> None:
+        console.print(plan_tables(plan))
+
     try:
         if options.advice:
-            return advise.plan_with_changes(request, keep_spans=keeps_spans)
-        return make_plan(request, keep_spans=keeps_spans), None
+            return advise.plan_with_changes(request, keep_spans=keeps_spans, on_plan=show)
+        plan = make_plan(request, keep_spans=keeps_spans)
+        show(plan)
+        return plan, None
     except PlacementError as error:
         nearest = advise.nearest_that_works(request)
         told = None if nearest is None else change_json(nearest)

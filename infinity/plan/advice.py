@@ -28,22 +28,31 @@ class Change:
     problem: str = ""
 
 
-def plan_with_changes(request: PlanRequest, *, keep_spans: bool = False) -> tuple[StepPlan, list[Change]]:
+def plan_with_changes(
+    request: PlanRequest, *, keep_spans: bool = False, on_plan: Callable[[StepPlan], object] = lambda plan: None
+) -> tuple[StepPlan, list[Change]]:
     """A plan, and what could be changed.
 
     One more drive, more memory, a larger batch, another schedule, smaller state: each planned by itself.
 
     Args:
         keep_spans: of the plan itself, for its timeline.
+        on_plan: told the plan as soon as it is made.
 
     Raises:
         PlacementError: as `make_plan`.
     """
-    itself = _Drafted("", draft_plan(request), keep_spans=keep_spans)
-    plan, *changes = _planned([itself, *(_drafted(what, changed) for what, changed in _changes(request))])
-    if plan.plan is None:
-        raise RuntimeError("a plan that fits was not made")
-    return plan.plan, changes
+    draft = draft_plan(request)
+    itself = _Drafted("", draft, keep_spans=keep_spans)
+    plans: list[StepPlan] = []
+
+    def made(simulated: Simulated) -> None:
+        plans.append(finish_plan(draft, simulated))
+        on_plan(plans[0])
+
+    drafted = [itself, *(_drafted(what, changed) for what, changed in _changes(request))]
+    _, *changes = _planned(drafted, on_first=made)
+    return plans[0], changes
 
 
 def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
@@ -123,10 +132,12 @@ def _drafted(what: str, request: PlanRequest) -> _Drafted:
         return _Drafted(what, None, str(error).splitlines()[0])
 
 
-def _planned(drafted: Sequence[_Drafted]) -> list[Change]:
+def _planned(
+    drafted: Sequence[_Drafted], *, on_first: Callable[[Simulated], object] = lambda simulated: None
+) -> list[Change]:
     """Changes with their plans, of which as many are simulated at once as there are cores."""
     wanted = [(each.draft.scenario, each.keep_spans) for each in drafted if each.draft is not None]
-    simulated = iter(side_by_side(_figures, wanted))
+    simulated = iter(side_by_side(_figures, wanted, on_first=on_first))
     return [
         Change(each.what, None if each.draft is None else finish_plan(each.draft, next(simulated)), each.problem)
         for each in drafted

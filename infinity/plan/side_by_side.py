@@ -28,20 +28,32 @@ _STOPS = (signal.SIGINT, signal.SIGTERM)
 _NUMBERS = array("I")
 
 
-def side_by_side(work: Callable[[_T], _R], things: Sequence[_T], *, n_processes: int | None = None) -> list[_R]:
+def side_by_side(
+    work: Callable[[_T], _R],
+    things: Sequence[_T],
+    *,
+    n_processes: int | None = None,
+    on_first: Callable[[_R], object] = lambda made: None,
+) -> list[_R]:
     """What `work` makes of each, in order. It may change nothing, and what it makes has to be picklable.
 
     Args:
+        on_first: told what it makes of the first thing, by this process, as soon as it has; others are under way then.
         n_processes: with this one; None: as many as there are cores, or only this one where it cannot be forked.
     """
     if n_processes is None:
         n_processes = usable_cores() if _can_fork() else 1
     n_forks = min(n_processes, len(things)) - 1
     if n_forks < 1:
-        return [work(thing) for thing in things]
+        made = []
+        for thing in things:
+            made.append(work(thing))
+            if len(made) == 1:
+                on_first(made[0])
+        return made
     with ExitStack() as stack:
         numbers = stack.enter_context(TemporaryFile(buffering=0))
-        numbers.write(array(_NUMBERS.typecode, range(len(things))))
+        numbers.write(array(_NUMBERS.typecode, range(1, len(things))))
         numbers.seek(0)
 
         def share() -> dict[int, _R]:
@@ -55,11 +67,13 @@ def side_by_side(work: Callable[[_T], _R], things: Sequence[_T], *, n_processes:
         with suppress(OSError):  # as many as the system allows
             for _ in range(n_forks):
                 pipes.append(stack.enter_context(_fork(share)))
-        made = share()
+        first = work(things[0])
+        on_first(first)
+        shared = {0: first} | share()
         for pipe in pipes:
             with suppress(EOFError, pickle.UnpicklingError):  # something ended it
-                made |= pickle.load(pipe)
-    return [made[number] if number in made else work(thing) for number, thing in enumerate(things)]
+                shared |= pickle.load(pipe)
+    return [shared[number] if number in shared else work(thing) for number, thing in enumerate(things)]
 
 
 def _can_fork() -> bool:

@@ -16,7 +16,7 @@ from infinity.plan.advice import nearest_that_works, plan_with_changes, search, 
 from infinity.plan.drives import DriveModel
 from infinity.plan.hardware import Drive, Hardware, gpu_named, parse_drives
 from infinity.plan.model import ModelPlan, model_plan
-from infinity.plan.planner import PlanRequest, Workload, make_plan
+from infinity.plan.planner import PlanRequest, StepPlan, Workload, make_plan
 from infinity.plan.report import plan_json
 from infinity.sizes import GIB, MIB
 
@@ -97,7 +97,9 @@ def test_schedules_that_could_be_faster_are_told(schedule: Schedule, accumulate:
 
 def test_a_plan_is_the_same_beside_its_changes() -> None:
     asked = request(drive="3:2", host_budget_nbytes=int(model().parameters * 5))
-    plan, changes = plan_with_changes(asked, keep_spans=True)
+    told: list[StepPlan] = []
+    plan, changes = plan_with_changes(asked, keep_spans=True, on_plan=told.append)
+    assert told == [plan]
     alone = make_plan(asked, keep_spans=True)
     assert plan_json(plan) == plan_json(alone)
     assert plan.simulated.spans == alone.simulated.spans != []

@@ -56,6 +56,24 @@ def test_two_things_are_worked_on_at_once(pipe: tuple[int, int]) -> None:
     assert first != second
 
 
+@pytest.mark.parametrize("n_processes", [1, 2])
+def test_the_first_is_told_before_the_others_are_over(pipe: tuple[int, int], n_processes: int) -> None:
+    """The last one waits for that."""
+    reading, writing = pipe
+    told: list[tuple[int, int]] = []
+
+    def work(number: int) -> tuple[int, int]:
+        return number, os.getpid() if number < 2 else len(os.read(reading, 1))
+
+    def tell(made: tuple[int, int]) -> None:
+        told.append(made)
+        os.write(writing, b"x")
+
+    assert side_by_side(work, range(3), n_processes=n_processes, on_first=tell)[0] == told[0]
+    assert told == [(0, THIS)]
+    assert not has_children()
+
+
 def test_the_first_error_is_raised_wherever_it_happened() -> None:
     def work(number: int) -> int:
         if number >= 3:
