@@ -60,8 +60,14 @@ class SoloLoop(asyncio.SelectorEventLoop):
         self._ready_calls: deque[_Call] = deque()
         self._timers: list[tuple[float, int, _Call]] = []
         self._n_timers = 0
-        self._is_running = self._is_stopping = False
+        self._is_running = self._is_stopping = self._is_made = False
         super().__init__()  # calls some of the methods below
+        self._is_made = True
+
+    def __del__(self) -> None:
+        """One whose making was interrupted (Ctrl-C) has not all that its end would close."""
+        if self._is_made:
+            super().__del__()
 
     # What asyncio and its tasks call ---------------------------------------------------------------------------
 

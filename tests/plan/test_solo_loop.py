@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable
 
@@ -99,3 +100,16 @@ def test_handles_tell_when_they_are_due_and_whether_they_were_cancelled() -> Non
     log: list[str] = []
     _run(solo, main)
     assert log == []
+
+
+def test_a_loop_whose_making_was_interrupted_goes_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SoloLoop, "_make_self_pipe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        SoloLoop(1.0)
+    gc.collect()
+    assert capsys.readouterr().err == ""
