@@ -19,11 +19,14 @@ def spread_over_drives(chunks: Iterable[_T], n_drives: int) -> Sequence[_T]:
     Multiples of the golden ratio, modulo 1, leave no large gap after any number of them, wherever one begins; so the
     drives take turns as their parts ask for, whatever these are. On one drive the order is that of the bytes.
     """
-    chunks = list(chunks)
-    if n_drives <= 1:
-        return chunks
-    by_place = sorted(range(len(chunks)), key=lambda number: number * _GOLDEN % 1.0)
-    order = [0] * len(chunks)
+    return spread(chunks) if n_drives > 1 else list(chunks)
+
+
+def spread(row: Iterable[_T]) -> list[_T]:
+    """A row in an order of which the first few, however many, lie all over it. What was first stays first."""
+    row = list(row)
+    by_place = sorted(range(len(row)), key=lambda number: number * _GOLDEN % 1.0)
+    order = [0] * len(row)
     for place, number in enumerate(by_place):
         order[number] = place
-    return [chunks[place] for place in order]
+    return [row[place] for place in order]

@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from infinity.balance import updated_in_forward
+from infinity.chunk_order import spread
 from infinity.config import Schedule
 from infinity.demand import MIN_CHUNK_NUMEL, Request, Sizes, Term, chunkings, smallest_chunk_numel
-from infinity.even_spread import evenly_chosen
 from infinity.gradients import GRAD_DTYPE
 from infinity.groups import FlatGroup
 from infinity.last_gradients import lasting_gradients
@@ -337,16 +337,20 @@ class HostDivision:
                 self.pinned_params.add(group.index)
 
     def _pin_states(self) -> None:
-        """State of groups all over the model, and of one more as many chunks as there is memory for.
+        """State of groups all over the model, of the last one as many chunks as there is memory for.
 
-        See [Note: state in host memory] in even_spread.py.
+        State that lies here is updated as fast as memory allows and leaves the drives nothing to do; for other state
+        the optimizer waits for the drives. With the former in one part of the model a step would need both times, one
+        after the other. In this order a larger budget holds what a smaller one does, and more.
         """
         state_nbytes = self._sizes.state_nbytes
-        groups = [g for g in self._sizes.streamed if g.index not in self.pinned_states and state_nbytes[g.index]]
-        chosen = evenly_chosen([state_nbytes[group.index] for group in groups], max(self._left_nbytes(), 0))
-        self.pinned_states.update(groups[number].index for number in chosen)
-        if len(chosen) < len(groups):
-            self._pin_chunks(next(group for number, group in enumerate(groups) if number not in chosen))
+        for group in spread(self._sizes.streamed):
+            if group.index in self.pinned_states or not state_nbytes[group.index]:
+                continue
+            if state_nbytes[group.index] > self._left_nbytes():
+                self._pin_chunks(group)
+                return
+            self.pinned_states.add(group.index)
 
     def _pin_chunks(self, group: FlatGroup) -> None:
         count, left_nbytes = 0, self._left_nbytes()

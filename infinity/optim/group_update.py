@@ -59,7 +59,6 @@ class GroupUpdate:
         grad_scales: per slot, the clip coefficient, a 0-dim fp32 tensor, or None.
         computed: completes when the new values are final in memory.
         written: completes when the swap file holds them.
-        before: completes when it holds those of the update before, which may be written from memory that this changes.
         is_forced: it was deferred and ran before a forward used the group; the read of the shard belongs to no step.
         is_taken: the pipeline knows of it, and will complete its tickets.
         waits: it is deferred and has not started; written by the I/O loop.
@@ -75,7 +74,6 @@ class GroupUpdate:
     step: int
     computed: Ticket
     written: Ticket
-    before: Ticket
     is_forced: bool = False
     is_taken: bool = False
     waits: bool = False
@@ -94,7 +92,6 @@ class GroupUpdate:
         """The next update of a group, which counts from now on."""
         for slot, hyper in enumerate(hypers):
             state.steps[slot] += hyper is not None
-        before, state.written = state.written, Ticket(f"write-back of {state.group.key}")
         return cls(
             state=state,
             copy=copy,
@@ -104,8 +101,7 @@ class GroupUpdate:
             grad_scales=grad_scales,
             step=step,
             computed=Ticket(f"update of {state.group.key}"),
-            written=state.written,
-            before=before,
+            written=Ticket(f"write-back of {state.group.key}"),
         )
 
     def pieces(self, record: Record) -> list[ScaledPieces]:

@@ -79,6 +79,7 @@ class UpdatePipeline:
         self._kernel = kernel
         self._kernels = KernelTurns(worker)
         self._turns = count()
+        self._written: dict[int, Ticket] = {}  # of the last update of every group
         self._read_ahead = read_ahead
         self._on_failure = on_failure
         self._on_chunk = on_chunk
@@ -114,7 +115,9 @@ class UpdatePipeline:
         loop = asyncio.get_running_loop()
         arrival = loop.create_task(self._arrive(update, after))
         arrival.add_done_callback(_noticed)
-        task = loop.create_task(self._run(update, arrival))
+        index = update.state.group.index
+        before, self._written[index] = self._written.get(index, Ticket.completed()), update.written
+        task = loop.create_task(self._run(update, arrival, before))
         self._tasks.add(task)
         task.add_done_callback(partial(self._ended, update))
         return arrival
@@ -156,9 +159,9 @@ class UpdatePipeline:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _run(self, update: GroupUpdate, arrival: asyncio.Task[None]) -> None:
+    async def _run(self, update: GroupUpdate, arrival: asyncio.Task[None], before: Ticket) -> None:
         try:
-            await _outcome(update.before)  # durable steps write what lies in host memory for good from where it lies
+            await _outcome(before)  # durable steps write what lies in host memory for good from where it lies
             copy = await self._take_copy(update)
             runs = [ChunkRun(record, parts) for record in update.state.records if (parts := update.pieces(record))]
             writes: list[Ticket] = []

@@ -17,7 +17,6 @@ from infinity.layout import Chunk
 from infinity.optim.hyper import StateField, stored_nbytes
 from infinity.optim.moments import rounding_seed
 from storage.pool import Lease
-from storage.types import Ticket
 
 
 def record_nbytes(chunk: Chunk, fields: Sequence[StateField]) -> int:
@@ -70,15 +69,13 @@ class Record:
 class GroupState:
     """Optimizer state of one trainable group: its records, and how often each parameter has been updated.
 
-    `seeds` are those of the parameters' rounding, see [Note: stochastic rounding] in moments.py. `written`, set by the
-    training thread, completes when the swap file holds the last update.
+    `seeds` are those of the parameters' rounding, see [Note: stochastic rounding] in moments.py.
     """
 
     group: FlatGroup
     records: tuple[Record, ...]
     steps: list[int] = field(default_factory=list)
     seeds: tuple[int, ...] = ()
-    written: Ticket = field(default_factory=Ticket.completed)
 
     @classmethod
     def build(cls, group: FlatGroup, chunk_numel: int, fields: tuple[StateField, ...]) -> GroupState:

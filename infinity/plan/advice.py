@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.config import Precision, Schedule, StateFormat
 from infinity.errors import ConfigError, PlacementError
-from infinity.plan.planner import Draft, PlanRequest, StepPlan, Workload, draft_plan, finish_plan, plan_rank
+from infinity.plan.planner import Draft, PlanRequest, StepPlan, Workload, draft_plan, finish_plan
 from infinity.plan.scenario import Scenario
 from infinity.plan.side_by_side import side_by_side
 from infinity.plan.simulate import Simulated, simulate_long
@@ -43,19 +43,18 @@ def plan_with_changes(
         PlacementError: as `make_plan`.
     """
     draft = draft_plan(request)
-    itself = _Drafted("", draft, keep_spans=keep_spans)
+    drafted = [_drafted(what, changed) for what, changed in _changes(request, draft.rank.placement.schedule)]
     plans: list[StepPlan] = []
 
     def made(simulated: Simulated) -> None:
         plans.append(finish_plan(draft, simulated))
         on_plan(plans[0])
 
-    drafted = [itself, *(_drafted(what, changed) for what, changed in _changes(request))]
-    _, *changes = _planned(drafted, on_first=made)
-    return plans[0], changes
+    simulated = side_by_side(_figures, [(draft.scenario, keep_spans), *_wanted(drafted)], on_first=made)
+    return plans[0], _finished(drafted, simulated[1:])
 
 
-def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+def _changes(request: PlanRequest, present: Schedule) -> Iterator[tuple[str, PlanRequest]]:
     hardware, workload = request.hardware, request.workload
     if hardware.drives:
         last = hardware.drives[-1]
@@ -76,7 +75,6 @@ def _changes(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
             request, batch=workload.batch * workload.accumulate, accumulate=1, micro_batches=slices
         )
         yield f"--batch {together.workload.batch} --micro-batches {slices} --accumulate 1", together
-    present = plan_rank(request).placement.schedule
     others = [schedule for schedule in _schedules(workload, workload.accumulate) if schedule is not present]
     # It waits where others go on, and is told only where there is no other.
     for schedule in [each for each in others if each is not Schedule.SYNCHRONOUS] or others:
@@ -122,7 +120,6 @@ class _Drafted:
     what: str
     draft: Draft | None
     problem: str = ""
-    keep_spans: bool = False
 
 
 def _drafted(what: str, request: PlanRequest) -> _Drafted:
@@ -132,14 +129,20 @@ def _drafted(what: str, request: PlanRequest) -> _Drafted:
         return _Drafted(what, None, str(error).splitlines()[0])
 
 
-def _planned(
-    drafted: Sequence[_Drafted], *, on_first: Callable[[Simulated], object] = lambda simulated: None
-) -> list[Change]:
+def _planned(drafted: Sequence[_Drafted]) -> list[Change]:
     """Changes with their plans, of which as many are simulated at once as there are cores."""
-    wanted = [(each.draft.scenario, each.keep_spans) for each in drafted if each.draft is not None]
-    simulated = iter(side_by_side(_figures, wanted, on_first=on_first))
+    return _finished(drafted, side_by_side(_figures, _wanted(drafted)))
+
+
+def _wanted(drafted: Sequence[_Drafted]) -> list[tuple[Scenario, bool]]:
+    return [(each.draft.scenario, False) for each in drafted if each.draft is not None]
+
+
+def _finished(drafted: Sequence[_Drafted], simulated: Iterable[Simulated]) -> list[Change]:
+    """Changes, with what those that fit came to."""
+    left = iter(simulated)
     return [
-        Change(each.what, None if each.draft is None else finish_plan(each.draft, next(simulated)), each.problem)
+        Change(each.what, None if each.draft is None else finish_plan(each.draft, next(left)), each.problem)
         for each in drafted
     ]
 

@@ -45,12 +45,10 @@ def side_by_side(
         n_processes = usable_cores() if _can_fork() else 1
     n_forks = min(n_processes, len(things)) - 1
     if n_forks < 1:
-        made = []
-        for thing in things:
-            made.append(work(thing))
-            if len(made) == 1:
-                on_first(made[0])
-        return made
+        made = [work(thing) for thing in things[:1]]
+        for first in made:
+            on_first(first)
+        return made + [work(thing) for thing in things[1:]]
     with ExitStack() as stack:
         numbers = stack.enter_context(TemporaryFile(buffering=0))
         numbers.write(array(_NUMBERS.typecode, range(1, len(things))))

@@ -140,7 +140,7 @@ async def _run(scenario: Scenario, steps: int, *, is_last: bool, until_repeated:
     machinery, ends, recurrence = thread.machinery, [0.0], Recurrence(thread)
     for number in range(steps):
         thread.begin_step()
-        await thread.first_forward()
+        await thread.forward()
         if until_repeated and recurrence.is_repeated(ends[-1]):
             break
         await thread.rest_of_step(is_last=is_last and number == steps - 1)

@@ -41,21 +41,18 @@ class TrainingThread:
         self.time.begin_step()
         self._busy_before = self.machinery.busy_s()
 
-    async def first_forward(self) -> None:
-        """The forward of the first micro-batch: what the step before left is used up by its end."""
-        await self._forward()
-
     async def rest_of_step(self, *, is_last: bool) -> None:
         """The backward of the first micro-batch, forward and backward of the others, and the optimizer step."""
         await self._whole_backward()
         for _ in range(self._scenario.micro_batches - 1):
-            await self._forward()
+            await self.forward()
             await self._whole_backward()
         if is_last:
             self.machinery.read_ahead.stop()
         await self._optimizer_step()
 
-    async def _forward(self) -> None:
+    async def forward(self) -> None:
+        """The forward of a micro-batch: of the first one, by its end what the step before left is used up."""
         order = self.machinery.order
         order.begin(Mode.TRAIN)
         self.machinery.read_ahead.begin(Mode.TRAIN, *order.upcoming())

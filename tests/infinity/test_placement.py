@@ -278,7 +278,7 @@ def test_page_by_page_nothing_jumps_back(schedule: Schedule, chunk_nbytes: int |
     plans = [plan_at(request, smallest + page * 4096) for page in range(1500)]
     values = [worth(request, plan) for plan in plans]
     assert values == sorted(values)
-    assert len(set(values)) > 8
+    assert len(set(values)) >= 8
     pipelines = [plan.pipeline_nbytes for plan in plans]
     assert pipelines == sorted(pipelines)
 

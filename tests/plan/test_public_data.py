@@ -44,7 +44,7 @@ def step_s(model: ModelPlan, batch: int, drives: int, efficiency: float, scale: 
 # there, 14 and 12 here), and one efficiency for each batch. The convention of the published TFLOPS is not known, so the
 # efficiencies carry a common factor and mean nothing by themselves; the shape over the number of drives does.
 SCALE = 0.676
-EFFICIENCY = {32: 1.065, 48: 1.22, 64: 1.20}
+EFFICIENCY = {32: 1.06, 48: 1.22, 64: 1.20}
 
 
 @pytest.mark.parametrize("batch", [32, *(pytest.param(batch, marks=pytest.mark.slow) for batch in (48, 64))])
