@@ -11,12 +11,15 @@ forward grows with every unit that computes. At most one unit in four waits: a f
 or less, and reads parameters as well.
 
 Optimizer state that is in host memory for good leaves the drives free in backward, for a backward computes two or three
-times as long as a forward: then less is left for the next forward, and nothing from a third of the state on.
+times as long as a forward: then less of what lies on the drives is left for the next forward, and nothing from a third
+of the state on. In its place updates wait whose state is in host memory. They cost the drives nothing, and where the
+optimizer is what binds a step, a forward without updates leaves it as idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Set
 
 from infinity.config import Schedule
 from infinity.demand import Request, Sizes, completed_late
@@ -25,32 +28,56 @@ from infinity.groups import FlatGroup
 _FLOWING = 2  # units whose gradients need room while backward flows
 _LARGEST_PART = 4  # of so many units that train one may wait
 _BACKWARDS = 3  # forwards that a backward takes, with recomputation
+_SMALL_PART = 8  # updates of less than one part in so many of the largest unit's are too short to balance anything
 
 
 def updated_in_forward(
-    request: Request, sizes: Sizes, *, room_nbytes: int, held_part: float, able: Callable[[FlatGroup], bool]
+    request: Request,
+    sizes: Sizes,
+    *,
+    room_nbytes: int,
+    held: Set[int],
+    held_part: float,
+    able: Callable[[FlatGroup], bool],
 ) -> frozenset[int]:
     """Indices of groups whose updates wait for the next forward; none but under `overlapped`.
 
     Args:
         room_nbytes: host memory for gradients between backward and update.
+        held: groups whose whole optimizer state is in host memory for good.
         held_part: the part of the optimizer state that is in host memory for good.
-        able: whether the update of a group moves bytes, and none more in the next forward than in backward.
+        able: whether the update of a group moves no more bytes in the next forward than in backward.
     """
     if request.schedule is not Schedule.OVERLAPPED:
         return frozenset()
     late = completed_late(request.units) | {g.index for g in request.groups if g.index in sizes.chunked}
     training = [unit for unit in request.units if not unit.resident and any(g.trainable for g in unit.groups)]
-    waiting = []
+    stored: list[list[FlatGroup]] = []
+    in_memory: list[list[FlatGroup]] = []
     for unit in training:
         groups = [group for group in unit.groups if group.trainable]
-        if all(group.index not in late and able(group) for group in groups):
-            waiting.append((sum(sizes.held_gradient_nbytes[group.index] for group in groups), groups))
-    most = int(len(training) * (1 - _BACKWARDS * held_part) / _LARGEST_PART)
+        is_small = _SMALL_PART * _nbytes(sizes, [groups]) < max(sizes.unit_gradients_nbytes)
+        if not is_small and all(group.index not in late and able(group) for group in groups):
+            (in_memory if all(group.index in held for group in groups) else stored).append(groups)
+    most = len(training) // _LARGEST_PART
+    most_stored = math.ceil(len(training) * max(1 - _BACKWARDS * held_part, 0) / _LARGEST_PART)
     resident_nbytes = sum(sizes.held_gradient_nbytes[index] for index in sizes.resident)
     left_nbytes = room_nbytes - max(_FLOWING * max(sizes.unit_gradients_nbytes, default=0), resident_nbytes)
+    chosen: list[list[FlatGroup]] = []
+    for waiting, limit in ((stored, most_stored), (in_memory, most)):
+        chosen += _spread(sizes, waiting, min(limit, most - len(chosen)), left_nbytes - _nbytes(sizes, chosen))
+    return frozenset(group.index for groups in chosen for group in groups)
+
+
+def _spread(sizes: Sizes, waiting: list[list[FlatGroup]], most: int, left_nbytes: int) -> list[list[FlatGroup]]:
+    """As many of them as may wait, evenly spread, whose gradients fit."""
     for count in range(min(most, len(waiting)), 0, -1):
         chosen = [waiting[number * len(waiting) // (count + 1)] for number in range(1, count + 1)]
-        if sum(nbytes for nbytes, _ in chosen) <= left_nbytes:
-            return frozenset(group.index for _, groups in chosen for group in groups)
-    return frozenset()
+        if _nbytes(sizes, chosen) <= left_nbytes:
+            return chosen
+    return []
+
+
+def _nbytes(sizes: Sizes, units: list[list[FlatGroup]]) -> int:
+    """Of the gradients of units."""
+    return sum(sizes.held_gradient_nbytes[group.index] for groups in units for group in groups)

@@ -371,9 +371,10 @@ class HostDivision:
             self._request,
             self._sizes,
             room_nbytes=self.gradients_nbytes,
+            held=self.pinned_states,
             held_part=held_nbytes / (sum(state_nbytes.values()) or 1),
             # What is kept from its update on would be read again for an update in the forward.
-            able=lambda group: group.index not in kept and group.index not in self.pinned_states,
+            able=lambda group: group.index not in kept,
         )
 
     def _kept(self, *, from_end: bool) -> frozenset[int]:

@@ -548,3 +548,14 @@ def test_the_smallest_budgets_are_enough_for_training(make: Any, schedule: Sched
             update.zero_grad()
             losses.append(loss.item())
         assert losses[0] == losses[1]
+
+
+def test_updates_of_small_units_do_not_wait_for_the_next_forward() -> None:
+    """They are too short to balance anything, and would wait in the place of others."""
+    with torch.device("meta"):
+        model = Stack([5, 150] * 6, tied=False, frozen=0, nested=False)
+    request = request_of(model, schedule=Schedule.OVERLAPPED)
+    left = make_placement(request).updated_in_forward
+    names = [unit.name for unit in request.units if left & {group.index for group in unit.groups}]
+    assert len(names) >= 2
+    assert all(int(name.removeprefix("layers.")) % 2 for name in names), names

@@ -235,8 +235,15 @@ def test_blocks_that_run_twice(offload: MakeEngine) -> None:
     assert max(n_left) > 0
 
 
-def test_none_where_all_state_is_in_memory(offload: MakeEngine) -> None:
+def test_updates_whose_state_is_in_memory_wait_as_well(offload: MakeEngine) -> None:
+    """They leave the drives as they are, and the optimizer has work in the next forward."""
     with offload(build(DEEP), host={"budget": "256MiB"}, **SETTINGS) as engine:
-        assert not left(engine)
+        placement = engine.plan.placement
+        assert left(engine) and left(engine) <= placement.pinned_states
+        assert len(left(engine)) <= len(engine._runtime.units) // 4
+    assert_parity(LOOP, offload, host={"budget": "256MiB"}, **SETTINGS)
+
+
+def test_none_but_under_overlapped(offload: MakeEngine) -> None:
     with offload(build(DEEP), host={"budget": "1MiB"}, schedule="synchronous") as engine:
         assert not left(engine)
