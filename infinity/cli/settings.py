@@ -17,7 +17,7 @@ from infinity.cli.values import check_finite
 from infinity.config import ActivationPolicy, Config, DeviceKind, Durability, Precision, Schedule, read_settings
 from infinity.durable.notes import StoredRun
 from infinity.errors import ConfigError
-from infinity.models.gpt import GptShape
+from infinity.models.gpt import Block, GptShape
 from infinity.models.presets import DEFAULT_PRESET, Preset
 from infinity.plan.scheduler_trace import LEAST_STEPS
 from infinity.sizes import parse_nbytes
@@ -167,6 +167,8 @@ def _config_file(path: Path, precision: str | None) -> Config:
 def _engine_config(options: TrainOptions) -> Config:
     config = Config() if options.config is None else _config_file(options.config, options.precision)
     changes: dict[str, Any] = {}
+    if not config.unit_classes and config.wrap_policy is None:
+        changes["unit_classes"] = (Block.__name__,)  # a single one would be looked into: it repeats nothing
     if options.precision is not None:
         _refuse_precision(options.precision)
         changes["precision"] = options.precision

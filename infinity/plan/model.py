@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from infinity.empty import empty_init
 from infinity.errors import ConfigError, UnsupportedModelError
-from infinity.models.gpt import Gpt, GptShape
+from infinity.models.gpt import Block, Gpt, GptShape
 from infinity.plan.reading import read_json
 from infinity.plan.unit_work import UnitWork, gpt_work
 from infinity.units import RESIDENT_NAME, UnitSpec, partition
@@ -106,10 +106,13 @@ def model_plan(
         source: the shape of a GPT, a Hugging Face `config.json` (or the folder it lies in), or `module:factory`.
         seq, batch: of one micro-batch.
         activation_itemsize: bytes of one number in an activation.
+        unit_classes: see `partition`; of a GPT its blocks if empty, as `infinity train` has it.
 
     Raises:
         ConfigError: the source is not there or does not give a model.
     """
+    if isinstance(source, GptShape):
+        unit_classes = unit_classes or (Block,)
     with _importable(source):
         name, module = _build(source)
         specs = partition(module, resident_threshold_nbytes=resident_threshold_nbytes, unit_classes=unit_classes)

@@ -186,6 +186,13 @@ def test_own_sizes_get_budgets_far_below_the_state(tmp_path: Path) -> None:
     assert report["budgets"]["device"] + report["budgets"]["host"] < report["model"]["state_bytes"]
 
 
+@pytest.mark.parametrize("recompute", ["--recompute", "--no-recompute"])
+def test_a_model_of_one_block_trains_with_the_budgets_it_gets(tmp_path: Path, recompute: str) -> None:
+    """Its block is one unit. Recomputing it takes all of it at once, whatever its parts would need one by one."""
+    report = train_report(tmp_path, "--layers", "1", "--hidden", "256", "--steps", "2", recompute)
+    assert len(report["losses"]) == 2
+
+
 def test_bad_text_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("too short")
     code, output, error = call("train", "--preset", "tiny", "--data", tmp_path / "short")
