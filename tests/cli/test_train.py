@@ -189,7 +189,7 @@ def test_own_sizes_get_budgets_far_below_the_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recompute", ["--recompute", "--no-recompute"])
 def test_a_model_of_one_block_trains_with_the_budgets_it_gets(tmp_path: Path, recompute: str) -> None:
     """Its block is one unit. Recomputing it takes all of it at once, whatever its parts would need one by one."""
-    report = train_report(tmp_path, "--layers", "1", "--hidden", "256", "--steps", "2", recompute)
+    report = train_report(tmp_path, "--layers", "1", "--hidden", "1024", "--steps", "2", recompute)
     assert len(report["losses"]) == 2
 
 
