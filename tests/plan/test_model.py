@@ -21,8 +21,17 @@ from infinity.plan.tracing import trace
 SHAPE = GptShape(layers=4, hidden=64, heads=4, seq=32)
 
 
-def planned(source: str | GptShape, *, seq: int = 32, batch: int = 2, itemsize: int = 4) -> ModelPlan:
-    return model_plan(source, seq=seq, batch=batch, activation_itemsize=itemsize, resident_threshold_nbytes=1024)
+def planned(
+    source: str | GptShape, *, seq: int = 32, batch: int = 2, itemsize: int = 4, unit_classes: tuple[str, ...] = ()
+) -> ModelPlan:
+    return model_plan(
+        source,
+        seq=seq,
+        batch=batch,
+        activation_itemsize=itemsize,
+        resident_threshold_nbytes=1024,
+        unit_classes=unit_classes,
+    )
 
 
 @pytest.fixture
@@ -84,7 +93,7 @@ def test_our_own_transformer_is_known_without_running_it(
 @pytest.mark.parametrize("shape", _SHAPES)
 def test_it_is_the_model_that_a_factory_makes(shape: GptShape, factories: ModuleType) -> None:
     factories.make = lambda: Gpt(shape)  # type: ignore[attr-defined]
-    known, whole = planned(shape, seq=16), planned("plan_factories:make", seq=16)
+    known, whole = planned(shape, seq=16), planned("plan_factories:make", seq=16, unit_classes=("Block",))
     assert (known.work, known.order, known.untraced) == (whole.work, whole.order, whole.untraced)
     named = [[(name, p.shape, p.dtype) for name, p in plan.module.named_parameters()] for plan in (known, whole)]
     assert named[0] == named[1]
