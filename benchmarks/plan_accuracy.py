@@ -42,7 +42,7 @@ from infinity.plan.simulate import simulate
 from storage.backends.base import Backend
 from storage.backends.throttled import Throttle, ThrottledBackend
 
-SHAPES = (GptShape(12, 320, 4, 64), GptShape(12, 448, 8, 64), GptShape(12, 640, 10, 64))
+SHAPES = (GptShape(8, 256, 4, 64), GptShape(12, 320, 4, 64), GptShape(12, 448, 8, 64))
 SCHEDULES = ("synchronous", "overlapped", "deferred")
 RATES = ((200e6, 130e6), (400e6, 260e6))  # throttles: read and write, bytes/s of one drive
 _LEAST_STEPS, _LEAST_S = 4, 3.0  # of a run that is measured, after its first two steps
