@@ -52,17 +52,18 @@ def updated_in_forward(
         return frozenset()
     late = completed_late(request.units) | {g.index for g in request.groups if g.index in sizes.chunked}
     training = [unit for unit in request.units if not unit.resident and any(g.trainable for g in unit.groups)]
+    largest_nbytes = max(sizes.unit_gradients_nbytes, default=0)
     stored: list[list[FlatGroup]] = []
     in_memory: list[list[FlatGroup]] = []
     for unit in training:
         groups = [group for group in unit.groups if group.trainable]
-        is_small = _SMALL_PART * _nbytes(sizes, [groups]) < max(sizes.unit_gradients_nbytes)
+        is_small = _SMALL_PART * _nbytes(sizes, [groups]) < largest_nbytes
         if not is_small and all(group.index not in late and able(group) for group in groups):
             (in_memory if all(group.index in held for group in groups) else stored).append(groups)
     most = len(training) // _LARGEST_PART
     most_stored = math.ceil(len(training) * max(1 - _BACKWARDS * held_part, 0) / _LARGEST_PART)
     resident_nbytes = sum(sizes.held_gradient_nbytes[index] for index in sizes.resident)
-    left_nbytes = room_nbytes - max(_FLOWING * max(sizes.unit_gradients_nbytes, default=0), resident_nbytes)
+    left_nbytes = room_nbytes - max(_FLOWING * largest_nbytes, resident_nbytes)
     chosen: list[list[FlatGroup]] = []
     for waiting, limit in ((stored, most_stored), (in_memory, most)):
         chosen += _spread(sizes, waiting, min(limit, most - len(chosen)), left_nbytes - _nbytes(sizes, chosen))
