@@ -14,6 +14,9 @@ Optimizer state that is in host memory for good leaves the drives free in backwa
 times as long as a forward: then less of what lies on the drives is left for the next forward, and nothing from a third
 of the state on. In its place updates wait whose state is in host memory. They cost the drives nothing, and where the
 optimizer is what binds a step, a forward without updates leaves it as idle.
+
+Where steps are durable none waits: a step is committed when all of it has been updated, and memory that is written from
+must not change before.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def updated_in_forward(
     held_part: float,
     able: Callable[[FlatGroup], bool],
 ) -> frozenset[int]:
-    """Indices of groups whose updates wait for the next forward; none but under `overlapped`.
+    """Indices of groups whose updates wait for the next forward; none but under `overlapped`, without durable steps.
 
     Args:
         room_nbytes: host memory for gradients between backward and update.
@@ -48,7 +51,7 @@ def updated_in_forward(
         held_part: the part of the optimizer state that is in host memory for good.
         able: whether the update of a group moves no more bytes in the next forward than in backward.
     """
-    if request.schedule is not Schedule.OVERLAPPED:
+    if request.schedule is not Schedule.OVERLAPPED or request.is_durable:
         return frozenset()
     late = completed_late(request.units) | {g.index for g in request.groups if g.index in sizes.chunked}
     training = [unit for unit in request.units if not unit.resident and any(g.trainable for g in unit.groups)]

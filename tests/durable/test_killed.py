@@ -35,7 +35,7 @@ def kill_at(folder: Path, case: tuple[str, str, str, str], points: int, timeout_
     return report
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids="-".join)
+@pytest.mark.parametrize("case", CASES[:3], ids="-".join)
 def test_killed_at_a_few_points(tmp_path: Path, case: tuple[str, str, str, str]) -> None:
     kill_at(tmp_path, case, 6, 280)
 

@@ -559,3 +559,12 @@ def test_updates_of_small_units_do_not_wait_for_the_next_forward() -> None:
     names = [unit.name for unit in request.units if left & {group.index for group in unit.groups}]
     assert len(names) >= 2
     assert all(int(name.removeprefix("layers.")) % 2 for name in names), names
+
+
+def test_no_update_waits_for_the_next_forward_where_steps_are_durable() -> None:
+    """A step is committed when all of it has been updated."""
+    with torch.device("meta"):
+        model = Stack([150] * 8, tied=False, frozen=0, nested=False)
+    request = request_of(model, schedule=Schedule.OVERLAPPED)
+    assert make_placement(request).updated_in_forward
+    assert not make_placement(replace(request, is_durable=True)).updated_in_forward
